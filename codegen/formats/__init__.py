@@ -1,0 +1,1 @@
+"""Cache formats: how one tensor of K or V is stored in a page."""

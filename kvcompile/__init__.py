@@ -1,0 +1,1 @@
+"""A compiler for the KV cache: `torch.compile(model, backend="kvcompile")`."""

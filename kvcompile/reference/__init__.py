@@ -1,0 +1,1 @@
+"""Plain-torch oracles that read like the papers and share no code with a kernel."""

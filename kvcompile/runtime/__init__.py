@@ -1,0 +1,1 @@
+"""Page stores, handle tensors and the launching of kernels."""

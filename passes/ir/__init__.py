@@ -1,0 +1,1 @@
+"""What the passes work on: programs, sites, streams, plans, stages and remarks."""
