@@ -1,1 +1,53 @@
 """A compiler for the KV cache: `torch.compile(model, backend="kvcompile")`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcompile.backend import compile as compile
+    from kvcompile.codegen.errors import KvcompileError as KvcompileError
+    from kvcompile.explain import Explanation as Explanation
+    from kvcompile.explain import explain as explain
+    from kvcompile.options import CacheOptions as CacheOptions
+    from kvcompile.options import OptionError as OptionError
+    from kvcompile.passes.ir.remarks import notices as notices
+    from kvcompile.runtime.report import memory_report as memory_report
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "CacheOptions": "kvcompile.options",
+    "Explanation": "kvcompile.explain",
+    "KvcompileError": "kvcompile.codegen.errors",
+    "OptionError": "kvcompile.options",
+    "compile": "kvcompile.backend",
+    "explain": "kvcompile.explain",
+    "memory_report": "kvcompile.runtime.report",
+    "notices": "kvcompile.passes.ir.remarks",
+}
+
+__all__ = [
+    "CacheOptions",
+    "Explanation",
+    "KvcompileError",
+    "OptionError",
+    "compile",
+    "explain",
+    "memory_report",
+    "notices",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'kvcompile' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

@@ -1,0 +1,95 @@
+"""`torch.compile(model, backend="kvcompile").generate(...)` runs compiled.
+
+PyTorch's wrapper forwards attributes to the original module, so that its `generate` would call the
+original forward, uncompiled and without a word. For wrappers of this backend, `generate` and its
+kin run on the original module while that module's calls, in this thread, go to the wrapper.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+GENERATORS = frozenset({"generate", "generate_batch"})
+
+
+class _ThreadGate:
+    """Stands in a module's `_compiled_call_impl`; sends each thread where it asked to go."""
+
+    def __init__(self, module: nn.Module, before: Callable[..., Any] | None) -> None:
+        self.before = before
+        self.plain = before if before is not None else module._call_impl
+        self.compiled: dict[int, list[Callable[..., Any]]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stack = self.compiled.get(threading.get_ident())
+        return (stack[-1] if stack else self.plain)(*args, **kwargs)
+
+
+_lock = threading.Lock()
+
+
+class _Compiled:
+    """Context in which calls of `module` from this thread run `compiled`."""
+
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
+        self.module, self.compiled = module, compiled
+
+    def __enter__(self) -> None:
+        with _lock:
+            gate = self.module._compiled_call_impl
+            if not isinstance(gate, _ThreadGate):
+                gate = _ThreadGate(self.module, gate)
+                self.module._compiled_call_impl = gate
+            gate.compiled.setdefault(threading.get_ident(), []).append(self.compiled)
+
+    def __exit__(self, *exception: object) -> None:
+        with _lock:
+            gate = self.module._compiled_call_impl
+            assert isinstance(gate, _ThreadGate)
+            stack = gate.compiled[threading.get_ident()]
+            stack.pop()
+            if not stack:
+                del gate.compiled[threading.get_ident()]
+            if not gate.compiled:
+                self.module._compiled_call_impl = gate.before
+
+
+def _innermost(wrapper: OptimizedModule) -> object:
+    """Return the innermost compiler function of a wrapper."""
+    names = ("_torchdynamo_orig_backend", "compiler_fn", "_torchdynamo_orig_callable")
+    function: object = wrapper.dynamo_ctx.callback
+    while True:
+        inner = next((f for n in names if (f := getattr(function, n, None)) is not None), None)
+        if inner is None or inner is function:
+            return function
+        function = inner
+
+
+def install(backend: Callable[..., Any]) -> None:
+    """Let wrappers whose compiler is `backend` run their generators compiled; idempotent."""
+    if getattr(OptimizedModule.__getattr__, "_kvcompile", False):
+        return
+    plain_getattr = OptimizedModule.__getattr__
+
+    @functools.wraps(plain_getattr)
+    def getattr_with_generators(self: OptimizedModule, name: str) -> Any:
+        found = plain_getattr(self, name)
+        if name not in GENERATORS or _innermost(self) is not backend:
+            return found
+        module = self._orig_mod
+
+        @functools.wraps(found)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _Compiled(module, self.dynamo_ctx(module._call_impl)):
+                return found(*args, **kwargs)
+
+        return run
+
+    getattr_with_generators._kvcompile = True  # type: ignore[attr-defined]
+    OptimizedModule.__getattr__ = getattr_with_generators  # type: ignore[method-assign]

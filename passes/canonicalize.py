@@ -1,0 +1,84 @@
+"""Re-trace Dynamo's graph to pre-dispatch ATen: one spelling of everything."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from kvcompile.passes.base import PassOptions
+from kvcompile.passes.ir.program import Program
+from kvcompile.passes.ir.stage import Stage
+
+aten = torch.ops.aten
+
+
+class Canonicalize:
+    """Re-trace to pre-dispatch ATen in the fake mode the graph was captured in."""
+
+    name = "canonicalize"
+    needs = Stage.CAPTURED
+    gives = Stage.CANONICAL
+
+    def run(self, program: Program, options: PassOptions) -> None:
+        """Replace the graph by its re-trace; handle placeholders become plain fakes.
+
+        `scaled_dot_product_attention` survives whole, matmul and softmax have one spelling, and
+        symbolic sizes stay the ones that Dynamo guards on, because the fake mode is Dynamo's own.
+        """
+        captured = program.placeholders
+        values = [n.meta["example_value"] for n in captured]
+        fake_mode = _fake_mode(values)
+        plain = [_plain(v, fake_mode) for v in values]
+        # make_fx asks for the tracing context's fake mode and refuses two different ones.
+        with tracing(TracingContext(fake_mode)), fx_traceback.preserve_node_meta():
+            retraced = make_fx(
+                fx.Interpreter(program.module).run,
+                pre_dispatch=True,
+                tracing_mode="symbolic",
+                _allow_non_fake_inputs=True,
+            )(*plain)
+        for before, after, value in zip(captured, _placeholders(retraced), plain, strict=True):
+            after.meta["val"] = value
+            if "tensor_dict" in before.meta:
+                after.meta["tensor_dict"] = before.meta["tensor_dict"]
+        retraced.graph.eliminate_dead_code(_is_impure)
+        retraced.recompile()
+        program.module = retraced
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def _fake_mode(values: list[object]) -> FakeTensorMode:
+    """Return the fake mode of the captured values, or a new one for a graph without tensors."""
+    for value in values:
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+        if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value):
+            inner = getattr(value, value.__tensor_flatten__()[0][0])
+            if isinstance(inner, FakeTensor):
+                return inner.fake_mode
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def _plain(value: object, fake_mode: FakeTensorMode) -> object:
+    """Return the dense fake that a handle stands for; anything else as it is."""
+    if not (isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)):
+        return value
+    with fake_mode:
+        return torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device)
+
+
+def _is_impure(node: fx.Node) -> bool:
+    """Keep in-place operators: their results may be unused while what they write is not."""
+    if node.op in ("placeholder", "output"):
+        return True
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable

@@ -1,0 +1,249 @@
+"""Follow K and V of every site back to the state they are cached in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from kvcompile.passes.base import PassOptions, missed, passed
+from kvcompile.passes.ir.program import Program
+from kvcompile.passes.ir.result import Missed
+from kvcompile.passes.ir.site import AttentionSite
+from kvcompile.passes.ir.stage import Stage
+from kvcompile.passes.ir.stream import CacheStream, StateUpdate, UpdateKind
+from kvcompile.passes.patterns.layout import (
+    is_call,
+    is_prefix_slice,
+    peel,
+    strip_repeat_kv,
+    value,
+)
+
+aten = torch.ops.aten
+
+
+class InferDataflow:
+    """Find past K/V -> update -> attention -> present, for each site."""
+
+    name = "infer-dataflow"
+    needs = Stage.MATCHED
+    gives = Stage.INFERRED
+
+    def run(self, program: Program, options: PassOptions) -> None:
+        """Fill `program.streams`; the graph is left as it is."""
+        taken: dict[fx.Node, AttentionSite] = {}
+        for site in program.sites:
+            found = _stream(program, site)
+            if isinstance(found, CacheStream):
+                other = taken.get(found.k.state) or taken.get(found.v.state)
+                if other is not None:
+                    found = Missed("KVC207", f"the cached tensors are shared with {other.name}")
+            if isinstance(found, Missed):
+                program.remarks.append(missed(self.name, site, found))
+                continue
+            program.streams[site.index] = found
+            taken[found.k.state] = taken[found.v.state] = site
+            reason = f"K and V are cached ({found.k.kind}, {_layout(found.k)})"
+            program.remarks.append(passed(self.name, "KVC200", site, reason))
+
+
+def _layout(update: StateUpdate) -> str:
+    return "[B, K, T, D]" if update.token_dim == 2 else "[B, T, K, D]"
+
+
+def _stream(program: Program, site: AttentionSite) -> CacheStream | Missed:
+    """Infer the stream of one site."""
+    k = _update(program, site.k, "keys")
+    v = _update(program, site.v, "values")
+    for update in (k, v):
+        if isinstance(update, Missed):
+            return update
+    assert isinstance(k, StateUpdate) and isinstance(v, StateUpdate)
+    if k.kind != v.kind or k.position is not v.position:
+        reason = f"keys are cached by {k.kind} and values by {v.kind}"
+        return Missed("KVC205", reason, v.state)
+    for update in (k, v):
+        if (extra := _other_reader(program, site, update)) is not None:
+            return Missed(
+                "KVC206",
+                f"{extra.target} reads the cached tensor besides the attention",
+                extra,
+                hint="if this is a sliding window or a cache of another kind, it stays dense",
+            )
+    capacity = None
+    if "index_copy" in k.kind:
+        sizes = [value(u.state).shape[u.token_dim] for u in (k, v)]  # type: ignore[union-attr]
+        if not all(isinstance(s, int) for s in sizes[:1]):
+            return Missed("KVC208", "the static buffer has a symbolic length", k.state)
+        capacity = int(sizes[0])
+    return CacheStream(site=site.index, k=k, v=v, capacity=capacity)
+
+
+@dataclass(frozen=True, eq=False)
+class _Path:
+    """Where walking back from K or V ended, and how its dimensions were permuted on the way."""
+
+    node: fx.Node
+    swapped: bool
+
+
+def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Missed:
+    """Find the state behind one operand of the attention."""
+    outputs = program.outputs
+    path = _Path(operand, swapped=False)
+    fresh: _Path | None = None
+    while True:
+        node = path.node
+        if (found := _cat(path)) or (found := _index_copy(path)):
+            kind, new, past, position = found
+            token_dim = 1 if path.swapped else 2
+            positions = _positions(outputs, node)
+            if past is None and kind == "cat":
+                kind = "fresh"
+            if kind in ("fresh", "cat", "fresh_index_copy") and not positions:
+                return _not_cached(what, node)
+            return StateUpdate(kind, node, new, past, position, token_dim, positions)
+        if fresh is None and _positions(outputs, node):
+            fresh = path
+        before = _before(path)
+        if before is None:
+            break
+        path = before
+    if fresh is not None:
+        dim = 1 if fresh.swapped else 2
+        positions = _positions(outputs, fresh.node)
+        return StateUpdate("fresh", fresh.node, fresh.node, None, None, dim, positions)
+    if path.node.op == "placeholder":
+        return Missed("KVC202", f"the {what} are an input that the graph only reads", path.node)
+    return _not_cached(what, path.node)
+
+
+def _not_cached(what: str, node: fx.Node) -> Missed:
+    return Missed(
+        "KVC201",
+        f"the {what} are not kept: the graph does not return them",
+        node,
+        hint="pass use_cache=True, and call the model as a whole so that its cache is in the graph",
+    )
+
+
+def _positions(outputs: tuple[object, ...], node: fx.Node) -> tuple[int, ...]:
+    return tuple(i for i, out in enumerate(outputs) if isinstance(out, fx.Node) and _same(out, node))
+
+
+def _same(out: fx.Node, node: fx.Node) -> bool:
+    return out is node or peel(out) is node
+
+
+def _before(path: _Path) -> _Path | None:
+    """Step back over one layout operator, or return None where there is none."""
+    node = path.node
+    peeled = peel(node)
+    if peeled is not node:
+        return _Path(_one_step(node), path.swapped)
+    if is_call(node, aten.transpose.int):
+        if {int(d) % 4 for d in node.args[1:3]} == {1, 2}:  # type: ignore[arg-type]
+            return _Path(_node(node.args[0]), not path.swapped)
+        return None
+    if is_call(node, aten.permute.default) and list(node.args[1]) == [0, 2, 1, 3]:  # type: ignore[arg-type]
+        return _Path(_node(node.args[0]), not path.swapped)
+    # transformers slices a static buffer to the prompt when it can drop the mask.
+    if is_prefix_slice(node, 1 if path.swapped else 2):
+        inner = _node(node.args[0])
+        if is_call(peel(inner), aten.index_copy_.default, aten.index_copy.default):
+            return _Path(inner, path.swapped)
+        return None
+    stripped = strip_repeat_kv(node)
+    return _Path(stripped, path.swapped) if stripped is not node else None
+
+
+def _one_step(node: fx.Node) -> fx.Node:
+    return _node(node.args[0])
+
+
+_Found = tuple[UpdateKind, fx.Node, fx.Node | None, fx.Node | None]
+
+
+def _cat(path: _Path) -> _Found | None:
+    """Match `cat([past, new], token_dim)`; an empty past is no past."""
+    node = path.node
+    if not is_call(node, aten.cat.default):
+        return None
+    parts = node.args[0]
+    dim = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
+    if not isinstance(parts, list | tuple) or len(parts) != 2:
+        return None
+    rank = node.meta["val"].dim()
+    if rank != 4 or dim % rank != (1 if path.swapped else 2):
+        return None
+    past, new = _node(parts[0]), _node(parts[1])
+    past_value = value(past)
+    if past_value is not None and past_value.dim() == 1:
+        return ("cat", new, None, None)
+    past = peel(past)
+    return ("cat", new, past, None) if past.op == "placeholder" else None
+
+
+def _index_copy(path: _Path) -> _Found | None:
+    """Match `buffer.index_copy_(token_dim, position, new)`."""
+    node = path.node
+    if not is_call(node, aten.index_copy_.default, aten.index_copy.default):
+        return None
+    buffer, dim, position, new = node.args
+    if int(dim) % 4 != (1 if path.swapped else 2):  # type: ignore[call-overload]
+        return None
+    buffer = peel(_node(buffer))
+    if buffer.op == "placeholder":
+        return ("index_copy", _node(new), buffer, _node(position))
+    if is_call(buffer, aten.zeros.default, aten.new_zeros.default):
+        return ("fresh_index_copy", _node(new), None, _node(position))
+    return None
+
+
+def _other_reader(program: Program, site: AttentionSite, update: StateUpdate) -> fx.Node | None:
+    """Return a node outside the attention that reads the state, or None.
+
+    What the rewrite makes unreachable may read it (repeating heads, transposing scores): those
+    nodes are the ones from which only the attention's result can be reached.
+    """
+    if update.kind == "fresh":
+        return None
+    allowed = {site.out, program.output_node}
+    seen: set[fx.Node] = set()
+    stack = [update.state]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user in seen or user in allowed:
+                continue
+            seen.add(user)
+            if not _feeds_only(user, site.out):
+                return user
+            stack.append(user)
+    return None
+
+
+def _feeds_only(node: fx.Node, out: fx.Node) -> bool:
+    """Whether a reader of the state is part of the attention: a size, or a layout step."""
+    val = node.meta.get("val")
+    if isinstance(val, int | torch.SymInt):
+        return not node.users
+    if not isinstance(val, torch.Tensor):
+        return False
+    return bool(node.users) and _reaches(node, out, depth=12)
+
+
+def _reaches(node: fx.Node, out: fx.Node, depth: int) -> bool:
+    """Whether every path from a node ends in `out` within a few steps."""
+    if node is out:
+        return True
+    if depth == 0 or not node.users:
+        return False
+    return all(user is out or _reaches(user, out, depth - 1) for user in node.users)
+
+
+def _node(arg: object) -> fx.Node:
+    assert isinstance(arg, fx.Node)
+    return arg

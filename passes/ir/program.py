@@ -1,0 +1,117 @@
+"""The program that passes hand on: a graph and what is known about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import fx
+
+from kvcompile.codegen.spec import KernelSpec
+from kvcompile.passes.ir.plan import StreamPlan
+from kvcompile.passes.ir.remarks import Remark
+from kvcompile.passes.ir.site import AttentionSite
+from kvcompile.passes.ir.stage import Stage
+from kvcompile.passes.ir.stream import CacheStream
+
+
+@dataclass(frozen=True)
+class StateBinding:
+    """Where the state of one stream enters and leaves the rewritten graph.
+
+    Attributes:
+        site: Index of the site.
+        k_input: Position of the past keys among the captured graph's inputs, or None.
+        v_input: The same for the values.
+        k_outputs: Positions of the keys among the captured graph's outputs.
+        v_outputs: The same for the values.
+        k_token_dim: Dimension of the keys that grows.
+        v_token_dim: The same for the values.
+        capacity: Tokens of a static buffer, or None.
+    """
+
+    site: int
+    k_input: int | None
+    v_input: int | None
+    k_outputs: tuple[int, ...]
+    v_outputs: tuple[int, ...]
+    k_token_dim: int
+    v_token_dim: int
+    capacity: int | None
+
+
+@dataclass(frozen=True)
+class Binding:
+    """How the rewritten graph's inputs and outputs follow from the captured graph's.
+
+    Attributes:
+        kept_inputs: Positions of the captured inputs that remain, in order; the states of
+            `states` follow them, one each.
+        num_outputs: Number of outputs of the captured graph.
+        kept_outputs: Positions of the captured outputs that the rewritten graph still gives.
+        states: One entry per rewritten stream.
+    """
+
+    kept_inputs: tuple[int, ...]
+    num_outputs: int
+    kept_outputs: tuple[int, ...]
+    states: tuple[StateBinding, ...]
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """A generated kernel that one site needs."""
+
+    site: int
+    role: Literal["append", "attend"]
+    spec: KernelSpec
+
+
+@dataclass
+class Program:
+    """A graph, its stage, and the side tables that passes fill.
+
+    Attributes:
+        module: The graph; passes change it in place.
+        stage: What holds about it.
+        made_by: Name of the last pass.
+        sites: Attention sites, once matched.
+        streams: Cached streams by site index, once inferred.
+        plans: Storage by site index, once planned.
+        binding: Inputs and outputs, once rewritten.
+        kernels: Kernels, once lowered.
+        remarks: Everything that passes said, in order.
+        seconds: Time of each pass, by name.
+    """
+
+    module: fx.GraphModule
+    stage: Stage
+    made_by: str = "capture"
+    sites: tuple[AttentionSite, ...] = ()
+    streams: dict[int, CacheStream] = field(default_factory=dict)
+    plans: dict[int, StreamPlan] = field(default_factory=dict)
+    binding: Binding | None = None
+    kernels: tuple[KernelUse, ...] = ()
+    remarks: list[Remark] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The module's graph."""
+        return self.module.graph
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """Input nodes in order."""
+        return [n for n in self.graph.nodes if n.op == "placeholder"]
+
+    @property
+    def output_node(self) -> fx.Node:
+        """The single output node."""
+        return next(n for n in reversed(self.graph.nodes) if n.op == "output")
+
+    @property
+    def outputs(self) -> tuple[fx.node.Argument, ...]:
+        """What the graph returns, in order."""
+        returned = self.output_node.args[0]
+        return tuple(returned) if isinstance(returned, tuple | list) else (returned,)

@@ -1,0 +1,65 @@
+"""One attention of a graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+MaskKind = Literal["none", "causal", "bool", "additive"]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSite:
+    """`out = softmax(scale * q kᵀ + mask) v`, found in a graph.
+
+    Letters: B batch, S query tokens, T key tokens, H query heads, K KV heads, D head dims.
+
+    Attributes:
+        index: Position among the graph's sites, in graph order.
+        name: Module path, `model.layers.3.self_attn`, or `attention_3` where there is none.
+        where: The user's source line, `modeling_llama.py:212`.
+        pattern: The spelling that matched.
+        out: The node that holds the result `[B, H, S, Dv]`.
+        q: `[B, H, S, Dk]`.
+        k: `[B, K, T, Dk]`, before its heads are repeated.
+        v: `[B, K, T, Dv]`, before its heads are repeated.
+        mask: The mask operand as the graph has it, or None.
+        mask_kind: `bool`: True is visible; `hidden`, below, inverts it; `additive`: added to scores.
+        mask_hides: True if a True entry of a boolean mask hides the key (`masked_fill`).
+        scale: Factor of the scores.
+    """
+
+    index: int
+    name: str
+    where: str
+    pattern: Literal["sdpa", "softmax"]
+    out: fx.Node
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    mask: fx.Node | None
+    mask_kind: MaskKind
+    mask_hides: bool
+    scale: float
+
+    @property
+    def num_q_heads(self) -> int:
+        """Number of query heads H."""
+        return int(self.q.meta["val"].shape[1])
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of KV heads K."""
+        return int(self.k.meta["val"].shape[1])
+
+    @property
+    def head_dim_qk(self) -> int:
+        """Dimension of a query and of a key."""
+        return int(self.k.meta["val"].shape[3])
+
+    @property
+    def head_dim_vo(self) -> int:
+        """Dimension of a value and of an output."""
+        return int(self.v.meta["val"].shape[3])

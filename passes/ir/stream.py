@@ -1,0 +1,57 @@
+"""What one attention site caches, and how the graph updates it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+UpdateKind = Literal["fresh", "cat", "index_copy", "fresh_index_copy"]
+
+
+@dataclass(frozen=True, eq=False)
+class StateUpdate:
+    """How K or V of one site comes out of its cached state and the new tokens.
+
+    Attributes:
+        kind: `fresh`: no past, the new tokens are the state; `cat`: past and new, concatenated;
+            `index_copy`: new tokens written into a buffer that is an input; `fresh_index_copy`:
+            the same into a buffer of zeros made in this graph.
+        state: The node that holds the updated state.
+        new: The new tokens, laid out like the state.
+        past: The placeholder of the past state, or None.
+        position: Positions `[S]` the new tokens are written to, or None.
+        token_dim: Dimension of the state that grows: 2 in `[B, K, T, D]`, 1 in `[B, T, K, D]`.
+        outputs: Positions among the graph's outputs that hold the state.
+    """
+
+    kind: UpdateKind
+    state: fx.Node
+    new: fx.Node
+    past: fx.Node | None
+    position: fx.Node | None
+    token_dim: int
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CacheStream:
+    """The cached K and V of one site.
+
+    Attributes:
+        site: Index of the site.
+        k: Update of the keys.
+        v: Update of the values; same kind as `k`.
+        capacity: Tokens of a static buffer, or None if the state grows.
+    """
+
+    site: int
+    k: StateUpdate
+    v: StateUpdate
+    capacity: int | None
+
+    @property
+    def has_past(self) -> bool:
+        """Whether the graph is given an earlier state."""
+        return self.k.past is not None

@@ -1,0 +1,77 @@
+"""Give every `kvcompile::` operator the kernel that serves it."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from kvcompile.codegen.spec import KernelSpec
+from kvcompile.passes.base import PassOptions, passed
+from kvcompile.passes.ir.plan import StreamPlan
+from kvcompile.passes.ir.program import KernelUse, Program
+from kvcompile.passes.ir.site import AttentionSite
+from kvcompile.passes.ir.stage import Stage
+from kvcompile.passes.plan_formats import EXACT_FORMATS
+
+KEPT_META = ("val", "stack_trace", "nn_module_stack", "tensor_dict")
+"""Metadata that goes on to the inner compiler; the rest holds nodes of other graphs or handles,
+which would make its cache key unpicklable and every process start cold."""
+
+
+class LowerKernels:
+    """Specify the kernels, and clean the metadata for the inner compiler."""
+
+    name = "lower-kernels"
+    needs = Stage.REWRITTEN
+    gives = Stage.LOWERED
+
+    def run(self, program: Program, options: PassOptions) -> None:
+        """Fill `program.kernels`."""
+        uses: list[KernelUse] = []
+        for site in program.sites:
+            plan = program.plans.get(site.index)
+            if plan is None:
+                continue
+            mine = [KernelUse(site.index, "append", _append_spec(plan, options))]
+            if program.streams[site.index].has_past:
+                mine.append(KernelUse(site.index, "attend", _attend_spec(site, plan, options)))
+            uses += mine
+            symbols = ", ".join(u.spec.symbol for u in mine)
+            program.remarks.append(passed(self.name, "KVC500", site, symbols))
+        program.kernels = tuple(uses)
+        for node in program.graph.nodes:
+            node.meta = {key: node.meta[key] for key in KEPT_META if key in node.meta}
+
+
+def _append_spec(plan: StreamPlan, options: PassOptions) -> KernelSpec:
+    layout = plan.layout
+    return KernelSpec(
+        op="append",
+        isa=options.isa,
+        dtype=EXACT_FORMATS[plan.dtype],
+        k_format=layout.k_format,
+        v_format=layout.v_format,
+        head_dim_qk=layout.head_dim_qk,
+        head_dim_vo=layout.head_dim_vo,
+        page_size=layout.page_size,
+    )
+
+
+def _attend_spec(site: AttentionSite, plan: StreamPlan, options: PassOptions) -> KernelSpec:
+    layout = plan.layout
+    one = site.q.meta["val"].shape[2] == 1
+    additive = site.mask.meta["val"].dtype if site.mask_kind == "additive" else None  # type: ignore[union-attr]
+    return KernelSpec(
+        op="attend",
+        isa=options.isa,
+        dtype=EXACT_FORMATS[plan.dtype],
+        k_format=layout.k_format,
+        v_format=layout.v_format,
+        head_dim_qk=layout.head_dim_qk,
+        head_dim_vo=layout.head_dim_vo,
+        page_size=layout.page_size,
+        q_heads_per_kv_head=site.num_q_heads // site.num_kv_heads,
+        mask=site.mask_kind,
+        mask_dtype=EXACT_FORMATS[additive] if additive is not None else None,
+        queries="one" if one else "few",
+    )

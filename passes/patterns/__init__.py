@@ -1,0 +1,1 @@
+"""Attention spellings, one a file, and the helpers that see through layout operators."""

@@ -1,0 +1,130 @@
+"""Seeing through operators that move data without changing it."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def value(node: fx.node.Argument) -> torch.Tensor | None:
+    """Return the fake tensor a node stands for, or None."""
+    if not isinstance(node, fx.Node):
+        return None
+    val = node.meta.get("val")
+    return val if isinstance(val, torch.Tensor) else None
+
+
+def same_size(a: object, b: object) -> bool:
+    """Whether two sizes are known to be equal without adding a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    left = a.node.expr if isinstance(a, torch.SymInt) else a
+    right = b.node.expr if isinstance(b, torch.SymInt) else b
+    return bool(left == right)
+
+
+def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two shapes are known to be equal without adding a guard."""
+    return a.dim() == b.dim() and all(
+        same_size(x, y) for x, y in zip(a.shape, b.shape, strict=True)
+    )
+
+
+def is_call(node: fx.node.Argument, *targets: object) -> bool:
+    """Whether a node calls one of these operators."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def peel(node: fx.Node) -> fx.Node:
+    """Walk back over operators that change neither shape, dtype nor values."""
+    while (before := _identity(node)) is not None:
+        node = before
+    return node
+
+
+def _identity(node: fx.Node) -> fx.Node | None:
+    """Return the operand of a node that does nothing, or None."""
+    source = node.args[0] if node.args else None
+    mine, its = value(node), value(source)
+    if not isinstance(source, fx.Node) or mine is None or its is None:
+        return None
+    if is_call(
+        node,
+        aten.contiguous.default,
+        aten.clone.default,
+        aten.detach.default,
+        aten.alias.default,
+        aten.detach_.default,
+        aten.lift_fresh_copy.default,
+    ):
+        return source
+    if is_call(node, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default):
+        return source if mine.dtype == its.dtype and mine.device == its.device else None
+    if is_call(node, aten.dropout.default):
+        rate, train = node.args[1], node.args[2]
+        return source if rate == 0 or train is False else None
+    if is_call(node, aten.slice.Tensor) and same_shape(mine, its):
+        step = node.args[4] if len(node.args) > 4 else 1
+        return source if step == 1 else None
+    unchanged = is_call(
+        node, aten.view.default, aten.reshape.default, aten.expand.default, aten._unsafe_view.default
+    )
+    return source if unchanged and same_shape(mine, its) else None
+
+
+def strip_repeat_kv(node: fx.Node) -> fx.Node:
+    """Return `[B, K, T, D]` behind the copies that give every query head a KV head.
+
+    Recognises `reshape(expand(unsqueeze(x, 2)))` and `repeat_interleave(x, n, 1)`.
+    """
+    node = peel(node)
+    if is_call(node, aten.repeat_interleave.self_int) and node.args[2:] == (1,):
+        return peel(_node(node.args[0]))
+    if not is_call(node, aten.reshape.default, aten.view.default, aten._unsafe_view.default):
+        return node
+    expanded = _peel_clone(_node(node.args[0]))
+    if not is_call(expanded, aten.expand.default):
+        return node
+    unsqueezed = peel(_node(expanded.args[0]))
+    if not is_call(unsqueezed, aten.unsqueeze.default) or unsqueezed.args[1] not in (2, -3):
+        return node
+    base = _node(unsqueezed.args[0])
+    wide, narrow, big = value(node), value(base), value(expanded)
+    if wide is None or narrow is None or big is None or narrow.dim() != 4 or wide.dim() != 4:
+        return node
+    kept = (0, 2, 3)
+    heads = isinstance(wide.shape[1], int) and wide.shape[1] == big.shape[1] * big.shape[2]
+    if heads and all(same_size(wide.shape[d], narrow.shape[d]) for d in kept):
+        return peel(base)
+    return node
+
+
+def _peel_clone(node: fx.Node) -> fx.Node:
+    while is_call(node, aten.clone.default, aten.contiguous.default):
+        node = _node(node.args[0])
+    return node
+
+
+def _node(arg: fx.node.Argument) -> fx.Node:
+    assert isinstance(arg, fx.Node)
+    return arg
+
+
+def number(arg: fx.node.Argument) -> float | None:
+    """Return a Python number, or the value of a constant scalar, or None."""
+    if isinstance(arg, int | float) and not isinstance(arg, bool):
+        return float(arg)
+    return None
+
+
+def is_prefix_slice(node: fx.Node, dim: int) -> bool:
+    """Whether a node is `x[..., :n]` along `dim`, starting at 0 with step 1."""
+    if not is_call(node, aten.slice.Tensor):
+        return False
+    rank = node.meta["val"].dim()
+    along = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
+    start = node.args[2] if len(node.args) > 2 else None
+    step = node.args[4] if len(node.args) > 4 else 1
+    return along % rank == dim and start in (0, None) and step == 1

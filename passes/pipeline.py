@@ -1,0 +1,71 @@
+"""The compiler in one tuple, and the loop that runs it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvcompile.codegen.errors import KvcompileError
+from kvcompile.passes.base import Pass, PassOptions
+from kvcompile.passes.canonicalize import Canonicalize
+from kvcompile.passes.infer_dataflow import InferDataflow
+from kvcompile.passes.ir.program import Program
+from kvcompile.passes.ir.verify import verify
+from kvcompile.passes.lower_kernels import LowerKernels
+from kvcompile.passes.match_attention import MatchAttention
+from kvcompile.passes.plan_formats import PlanFormats
+from kvcompile.passes.rewrite_paged import RewritePaged
+
+PIPELINE: tuple[Pass, ...] = (
+    Canonicalize(),  # one spelling of everything, so that the passes after it stay small
+    MatchAttention(),
+    InferDataflow(),
+    PlanFormats(),
+    RewritePaged(),  # the first pass to change the graph
+    LowerKernels(),  # last: it drops metadata that the passes before it read
+)
+
+
+class PassError(KvcompileError):
+    """A pass raised; carries its name and the original exception as the cause."""
+
+
+Observer = Callable[[Program], None]
+
+
+def run_pipeline(
+    program: Program,
+    options: PassOptions,
+    *,
+    verify_each: bool = False,
+    observe: Observer | None = None,
+) -> Program:
+    """Run every pass over the program.
+
+    Args:
+        program: At stage `CAPTURED`; changed in place and returned.
+        options: What passes decide by.
+        verify_each: Check the stage's invariant after every pass, not only at the end.
+        observe: Called after every pass, and once before the first.
+
+    Raises:
+        PassError: A pass raised; the program is then unusable.
+        InvariantError: A pass did not deliver its stage.
+    """
+    if observe is not None:
+        observe(program)
+    for step in PIPELINE:
+        start = time.perf_counter()
+        try:
+            step.run(program, options)
+        except KvcompileError:
+            raise
+        except Exception as error:
+            raise PassError(f"pass {step.name}: {type(error).__name__}: {error}") from error
+        program.seconds[step.name] = time.perf_counter() - start
+        program.stage, program.made_by = step.gives, step.name
+        if verify_each or step is PIPELINE[-1]:
+            verify(program)
+        if observe is not None:
+            observe(program)
+    return program

@@ -1,0 +1,303 @@
+"""Replace state update and attention by `kvcompile::` operators on page stores."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from kvcompile.passes.base import PassOptions, missed, passed
+from kvcompile.passes.ir.program import Binding, Program, StateBinding
+from kvcompile.passes.ir.result import Missed
+from kvcompile.passes.ir.site import AttentionSite
+from kvcompile.passes.ir.stage import Stage
+from kvcompile.passes.ir.stream import CacheStream, StateUpdate
+from kvcompile.passes.patterns.layout import is_prefix_slice, peel, same_size, value
+
+aten = torch.ops.aten
+
+STATE_WORDS = 8
+"""int64 words of a store's state tensor, all that the graph sees of a store."""
+
+
+class RewritePaged:
+    """Make states inputs of fixed shape, and give attention the new tokens alone."""
+
+    name = "rewrite-paged"
+    needs = Stage.PLANNED
+    gives = Stage.REWRITTEN
+
+    def run(self, program: Program, options: PassOptions) -> None:
+        """Rewrite every planned stream; fill `program.binding`."""
+        captured = program.placeholders
+        num_outputs = len(program.outputs)
+        states: list[StateBinding] = []
+        for site in program.sites:
+            if site.index not in program.plans:
+                continue
+            stream = program.streams[site.index]
+            refusal = _rewrite(program, site, stream)
+            if refusal is not None:
+                program.remarks.append(missed(self.name, site, refusal))
+                del program.plans[site.index]
+                continue
+            states.append(_state_binding(site, stream, captured))
+            how = "append and attend" if stream.has_past else "append; attention on the new tokens"
+            program.remarks.append(passed(self.name, "KVC400", site, how))
+        _close(program, captured, num_outputs, tuple(states))
+
+
+def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Missed | None:
+    """Rewrite one site; return why not if it cannot be."""
+    fresh_static = stream.k.kind == "fresh_index_copy"
+    if (stream.has_past and stream.capacity is not None) or fresh_static:
+        if site.mask_kind == "none" and not _reads_only_new(site, stream):
+            return Missed(
+                "KVC401",
+                "without a mask the attention sees the unwritten part of the static buffer",
+                site.out,
+            )
+    if (misfit := _mask_misfit(site, stream)) is not None:
+        return misfit
+    past_len = _past_length(program, stream)
+    if isinstance(past_len, Missed):
+        return past_len
+    with program.graph.inserting_before(site.out):
+        k, v = _heads_first(stream.k), _heads_first(stream.v)
+        mask = _mask(site)
+    state = _state_placeholder(program, site, stream)
+    position = stream.k.position
+    learns_padding = mask if not stream.has_past else None
+    with program.graph.inserting_before(site.out):
+        program.graph.call_function(
+            torch.ops.kvcompile.append.default,
+            (k, v, state, past_len, position, learns_padding),
+        )
+        out: fx.Node | None = None
+        if stream.has_past:
+            out = _attend(program, site, stream, state, past_len, mask)
+        elif fresh_static:
+            out = _attend_new(program, site, k, v, mask)
+    if out is not None:
+        out.meta = {key: val for key, val in site.out.meta.items() if key != "from_node"}
+        site.out.replace_all_uses_with(out)
+        program.graph.erase_node(site.out)
+    elif stream.k.kind == "fresh":
+        for update in (stream.k, stream.v):
+            if update.state is not update.new:
+                update.state.replace_all_uses_with(update.new)
+    return None
+
+
+def _attend(
+    program: Program,
+    site: AttentionSite,
+    stream: CacheStream,
+    state: fx.Node,
+    past_len: fx.node.Argument,
+    mask: fx.Node | None,
+) -> fx.Node:
+    """Insert the attention over the store."""
+    new_len = _size(program, stream.k.new, stream.k.token_dim)
+    if stream.capacity is not None:
+        kv_len: fx.node.Argument = stream.capacity
+    elif isinstance(past_len, int) and isinstance(new_len, int):
+        kv_len = past_len + new_len
+    else:
+        kv_len = _sum(program, past_len, new_len)
+    return program.graph.call_function(
+        torch.ops.kvcompile.attend.default,
+        (
+            site.q,
+            state,
+            past_len,
+            stream.k.position,
+            mask,
+            site.mask_kind == "causal",
+            site.scale,
+            kv_len,
+        ),
+    )
+
+
+def _attend_new(
+    program: Program, site: AttentionSite, k: fx.Node, v: fx.Node, mask: fx.Node | None
+) -> fx.Node:
+    """Insert attention on the new tokens alone, for a static buffer that was empty."""
+    if mask is not None:
+        new_len = _size(program, k, 2)
+        mask = program.graph.call_function(aten.slice.Tensor, (mask, 3, 0, new_len))
+    return program.graph.call_function(
+        aten.scaled_dot_product_attention.default,
+        (site.q, k, v, mask, 0.0, site.mask_kind == "causal"),
+        {"scale": site.scale, "enable_gqa": site.num_q_heads != site.num_kv_heads},
+    )
+
+
+def _mask_misfit(site: AttentionSite, stream: CacheStream) -> Missed | None:
+    """Refuse a mask whose columns are not the tokens that the attention would see."""
+    mask, state = value(site.mask), value(stream.k.state)
+    if mask is None or state is None:
+        return None
+    columns, tokens = mask.shape[-1], state.shape[stream.k.token_dim]
+    if same_size(columns, 1) or same_size(columns, tokens):
+        return None
+    return Missed("KVC403", f"the mask has {columns} columns for {tokens} cached tokens", site.mask)
+
+
+def _reads_only_new(site: AttentionSite, stream: CacheStream) -> bool:
+    """Whether the attention sees a slice of the buffer as long as the new tokens."""
+    if stream.has_past:
+        return False
+    node = site.k
+    while not is_prefix_slice(node, 2):
+        before = peel(node)
+        if before is node:
+            return False
+        node = before
+    end = node.args[3] if len(node.args) > 3 else None
+    new = value(stream.k.new)
+    return new is not None and isinstance(end, int) and end == new.shape[stream.k.token_dim]
+
+
+def _heads_first(update: StateUpdate) -> fx.Node:
+    """Return the new tokens as `[B, K, S, D]`."""
+    if update.token_dim == 2:
+        return update.new
+    node = update.new.graph.call_function(aten.transpose.int, (update.new, 1, 2))
+    node.meta["val"] = update.new.meta["val"].transpose(1, 2)
+    return node
+
+
+def _mask(site: AttentionSite) -> fx.Node | None:
+    """Return the mask with four dimensions, True meaning visible."""
+    mask = site.mask
+    if mask is None:
+        return None
+    graph = mask.graph
+    while mask.meta["val"].dim() < 4:
+        wider = graph.call_function(aten.unsqueeze.default, (mask, 0))
+        wider.meta["val"] = mask.meta["val"].unsqueeze(0)
+        mask = wider
+    if site.mask_hides:
+        inverted = graph.call_function(aten.logical_not.default, (mask,))
+        inverted.meta["val"] = mask.meta["val"]
+        mask = inverted
+    return mask
+
+
+def _state_placeholder(program: Program, site: AttentionSite, stream: CacheStream) -> fx.Node:
+    """Add the input that carries the store's state tensor."""
+    last = program.placeholders[-1]
+    with program.graph.inserting_after(last):
+        node = program.graph.placeholder(f"kv_state_{site.index}")
+    like = site.k.meta["val"]
+    assert isinstance(like, FakeTensor)
+    with like.fake_mode:
+        node.meta["val"] = torch.empty(STATE_WORDS, dtype=torch.int64, device=like.device)
+    return node
+
+
+def _past_length(program: Program, stream: CacheStream) -> fx.node.Argument | Missed:
+    """Return the number of past tokens as the graph knows it: a number or a size node."""
+    past = stream.k.past
+    if past is None or stream.capacity is not None:
+        return 0
+    found = _size(program, past, stream.k.token_dim)
+    if found is None:
+        return Missed("KVC402", "no input carries the length of the past", past)
+    return found
+
+
+def _size(program: Program, node: fx.Node, dim: int) -> fx.node.Argument:
+    """Return a size of a node: a number, or a node that holds the same symbol."""
+    size = node.meta["val"].shape[dim]
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    for holder in program.graph.nodes:
+        val = holder.meta.get("val")
+        if isinstance(val, torch.SymInt) and val.node.expr == size.node.expr:
+            if holder.op == "placeholder":
+                return holder
+    if node.op == "placeholder":
+        return None
+    made = program.graph.call_function(aten.sym_size.int, (node, dim))
+    made.meta["val"] = size
+    return made
+
+
+def _sum(program: Program, a: fx.node.Argument, b: fx.node.Argument) -> fx.Node:
+    node = program.graph.call_function(operator.add, (a, b))
+    values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in (a, b)]
+    node.meta["val"] = values[0] + values[1]
+    return node
+
+
+def _state_binding(
+    site: AttentionSite, stream: CacheStream, captured: list[fx.Node]
+) -> StateBinding:
+    position = {node: i for i, node in enumerate(captured)}
+    k_past, v_past = stream.k.past, stream.v.past
+    return StateBinding(
+        site=site.index,
+        k_input=position[k_past] if k_past is not None else None,
+        v_input=position[v_past] if v_past is not None else None,
+        k_outputs=stream.k.outputs,
+        v_outputs=stream.v.outputs,
+        k_token_dim=stream.k.token_dim,
+        v_token_dim=stream.v.token_dim,
+        capacity=stream.capacity,
+    )
+
+
+def _close(
+    program: Program, captured: list[fx.Node], num_outputs: int, states: tuple[StateBinding, ...]
+) -> None:
+    """Drop the states from inputs and outputs, and what only they kept alive."""
+    gone_outputs = {i for s in states for i in (*s.k_outputs, *s.v_outputs)}
+    kept_outputs = tuple(i for i in range(num_outputs) if i not in gone_outputs)
+    outputs = program.outputs
+    output = program.output_node
+    output.args = (tuple(outputs[i] for i in kept_outputs),)
+    for site in program.sites:
+        if site.index in program.plans:
+            _erase_update(program, program.streams[site.index])
+    program.graph.eliminate_dead_code(_keeps_effects)
+    gone_inputs = {i for s in states for i in (s.k_input, s.v_input) if i is not None}
+    for i in sorted(gone_inputs):
+        _release_sizes(program, captured[i])
+        program.graph.erase_node(captured[i])
+    kept_inputs = tuple(i for i in range(len(captured)) if i not in gone_inputs)
+    program.binding = Binding(kept_inputs, num_outputs, kept_outputs, states)
+    program.module.recompile()
+
+
+def _release_sizes(program: Program, past: fx.Node) -> None:
+    """Let size nodes of a past read the input that carries the same size."""
+    for user in list(past.users):
+        size = _size(program, past, int(user.args[1])) if len(user.args) > 1 else None  # type: ignore[arg-type]
+        if size is not None:
+            user.replace_all_uses_with(size)  # type: ignore[arg-type]
+            program.graph.erase_node(user)
+
+
+def _erase_update(program: Program, stream: CacheStream) -> None:
+    """Erase in-place updates, which dead code elimination would keep for their effect."""
+    for update in (stream.k, stream.v):
+        if "index_copy" in update.kind:
+            _erase_readers(program.graph, update.state)
+
+
+def _erase_readers(graph: fx.Graph, node: fx.Node) -> None:
+    for user in list(node.users):
+        _erase_readers(graph, user)
+    graph.erase_node(node)
+
+
+def _keeps_effects(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
