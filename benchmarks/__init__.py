@@ -1,0 +1,1 @@
+"""Benchmarks of whole models and of kernels; each prints a table and can write JSON."""
