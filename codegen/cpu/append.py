@@ -1,0 +1,121 @@
+"""append: writes new K and V into their pages."""
+
+from __future__ import annotations
+
+from kvcompile.codegen.cpu.isa import ISAS
+from kvcompile.codegen.cpu.pages import (
+    INCLUDES,
+    bytes_per_token,
+    index_text,
+    part_format,
+    record_layout,
+    store_text,
+    supports_pages,
+)
+from kvcompile.codegen.cpu.scalars import CTYPE, convert, scalar_text
+from kvcompile.codegen.cpu.text import comment, join_sections, render
+from kvcompile.codegen.formats import Role, padded_channels
+from kvcompile.codegen.source import KernelSource, Supported, Unsupported
+from kvcompile.codegen.spec import KernelSpec
+
+WRITE = """
+static inline void write_$role($word* part, int slot, const $ctype* x /* [$head_dim] */) {
+  for (int c = 0; c < $head_dim; ++c) part[${role}_index(slot, c)] = $converted;
+$pad}
+"""
+
+PAD = """  for (int c = $head_dim; c < $channels; ++c) part[${role}_index(slot, c)] = 0;
+"""
+
+MAIN = """
+// Tokens past_len .. past_len + new_len - 1 of every row; k or v may be null. Strides in elements.
+extern "C" int64_t $symbol(
+    const int64_t* state,
+    const $ctype* k_BKSD, int64_t k_sb, int64_t k_sh, int64_t k_st,
+    const $ctype* v_BKSD, int64_t v_sb, int64_t v_sh, int64_t v_st,
+    int64_t num_kv_heads, int64_t past_len, int64_t new_len, int64_t threads) {
+  if (past_len < 0 || new_len < 0 || num_kv_heads < 1) return 1;
+  const Store store(state);
+  const int64_t runs = (new_len + 63) / 64, heads = num_kv_heads;
+  const int64_t items = store.batch * heads * runs;
+#pragma omp parallel for schedule(static) num_threads(int(threads)) \\
+    if (threads > 1 && store.batch * heads * new_len >= 1024)
+  for (int64_t item = 0; item < items; ++item) {
+    const int64_t b = item / runs / heads, h = item / runs % heads, run = item % runs * 64;
+    const int64_t start = store.starts[b];
+    const int64_t end = std::min(new_len, run + 64);
+    for (int64_t s = std::max(run, start - past_len); s < end; ++s) {
+      const int64_t index = past_len + s - start;
+      uint8_t* record = store.record(b, index / $page_size, h);
+      const int slot = int(index % $page_size);
+      if (k_BKSD) write_k(($k_word*)record, slot, k_BKSD + b * k_sb + h * k_sh + s * k_st);
+      if (v_BKSD)
+        write_v(($v_word*)(record + $v_offset), slot, v_BKSD + b * v_sb + h * v_sh + s * v_st);
+    }
+  }
+  return 0;
+}
+"""
+
+
+def _write_text(spec: KernelSpec, role: Role) -> str:
+    head_dim = spec.head_dim_qk if role == "k" else spec.head_dim_vo
+    channels, name = padded_channels(head_dim), part_format(spec, role)
+    pad = ""
+    if channels > head_dim:
+        pad = render(PAD, role=role, head_dim=head_dim, channels=channels) + "\n"
+    return render(
+        WRITE,
+        role=role,
+        word=CTYPE[name],
+        ctype=CTYPE[spec.dtype],
+        head_dim=head_dim,
+        converted=convert(spec.dtype, name, "x[c]"),
+        pad=pad,
+    )
+
+
+class AppendGenerator:
+    """Prints append kernels."""
+
+    def supports(self, spec: KernelSpec) -> Supported | Unsupported:
+        """Say whether `spec` can be printed, and if not, why."""
+        return supports_pages(spec)
+
+    def generate(self, spec: KernelSpec) -> KernelSource:
+        """Print the kernel of `spec`."""
+        isa = ISAS[spec.isa]
+        glossary = comment(
+            [
+                f"{spec.symbol}: new K and V into pages",
+                "",
+                "B rows   K KV heads   S new tokens   "
+                f"Dk {spec.head_dim_qk}   Dv {spec.head_dim_vo}   P {spec.page_size}",
+                f"k_BKSD, v_BKSD  {spec.dtype}",
+                f"record  K {spec.k_format}, V {spec.v_format}: {bytes_per_token(spec)}",
+                "Only the slots of the new tokens are written, pad channels as zeros.",
+            ]
+        )
+        words = {spec.dtype, spec.k_format, spec.v_format}
+        intrinsics = "#include <immintrin.h>" if isa.f16c and "fp16" in words else ""
+        main = render(
+            MAIN,
+            symbol=spec.symbol,
+            ctype=CTYPE[spec.dtype],
+            k_word=CTYPE[spec.k_format],
+            v_word=CTYPE[spec.v_format],
+            page_size=spec.page_size,
+            v_offset=record_layout(spec).v_offset,
+        )
+        text = join_sections(
+            glossary,
+            INCLUDES.strip("\n") + ("\n" + intrinsics if intrinsics else ""),
+            scalar_text(words, f16c=isa.f16c) if len(words) > 1 else "",
+            store_text(spec),
+            index_text(spec, "k"),
+            index_text(spec, "v"),
+            _write_text(spec, "k"),
+            _write_text(spec, "v"),
+            main,
+        )
+        return KernelSource(spec, text)

@@ -1,0 +1,355 @@
+"""attend: attention of 1 to 16 query tokens over the pages of a store."""
+
+from __future__ import annotations
+
+from kvcompile.codegen.cpu import fragments
+from kvcompile.codegen.cpu.pages import (
+    INCLUDES,
+    bytes_per_token,
+    load_page_text,
+    record_layout,
+    store_text,
+    supports_pages,
+)
+from kvcompile.codegen.cpu.scalars import CTYPE, scalar_text
+from kvcompile.codegen.cpu.shape import AttendShape
+from kvcompile.codegen.cpu.text import comment, join_sections, render
+from kvcompile.codegen.source import KernelSource, Supported, Unsupported
+from kvcompile.codegen.spec import KernelSpec
+
+MOST_CHUNK = 4096
+
+STRUCTS = """
+#define UNROLL _Pragma("GCC unroll 32")
+
+// ---- one call: the arguments, and what follows from them ------------------------------------
+struct Call {
+  Store store;
+  const $ctype* q_BHSD;
+  int64_t q_sb, q_sh, q_ss;
+  $ctype* out_BHSD;
+  int64_t o_sb, o_sh, o_ss;
+$mask_fields  int64_t num_kv_heads, query_len, kv_len, most_chunks;
+  float* scratch;
+  double scale;
+};
+
+// the result of one chunk before the merge: m[rows], l[rows], o[rows][$out_channels]
+struct Partial {
+  float *m, *l, *o;
+};
+
+// the stored tokens of one chunk
+struct Chunk {
+  const uint8_t* record[$chunk_pages];
+  int pages, tokens;
+};
+
+// what one thread works in
+struct alignas(64) Workspace {
+  float q[$panel_rows * $k_channels];
+  float s[$panel_rows * $chunk];
+$bias_field  int64_t b = -1, h = -1, row0 = -1;  // whose query is in q
+};
+"""
+
+MASK_FIELDS = """  const $mask_ctype* mask_BHST;
+  int64_t m_sb, m_sh, m_ss, m_st;
+"""
+
+PANEL = """
+static inline void prefetch(const uint8_t* p, int bytes) {
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+}
+
+// scores of a panel: a page is read once from memory, by every block of rows from the L1 cache
+static void panel_scores(const Chunk& chunk, const uint8_t* next, int rows, const float* q,
+                         float* s) {
+  for (int page = 0; page < chunk.pages; ++page) {
+    const uint8_t* record = chunk.record[page];
+    prefetch(page + 1 < chunk.pages ? chunk.record[page + 1] : next, $k_bytes);
+    prefetch(record + $v_offset, $v_bytes);
+    const int tokens = std::min($page_size, chunk.tokens - page * $page_size);
+    for (int row = 0; row < rows;) {
+      const float* qq = q + row * $k_channels;
+      float* ss = s + row * $chunk + page * $page_size;
+$score_blocks
+    }
+  }
+}
+
+static void panel_accumulate(const Chunk& chunk, int rows, const float* p, float* o) {
+  for (int row = 0; row < rows;) {
+    const float* pp = p + row * $chunk;
+    float* oo = o + row * $out_channels;
+$accumulate_blocks
+  }
+}
+"""
+
+BLOCK_ROWS = """
+// rows are taken in the fewest blocks of at most $most, as even as possible
+static inline int block_rows(int left) {
+  const int blocks = (left + $last) / $most;
+  return (left + blocks - 1) / blocks;
+}
+"""
+
+ATTEND_CHUNK = """
+static void attend_chunk(const Call& call, int64_t b, int64_t h, int64_t index, Workspace& work) {
+  const int64_t first = index * $chunk, stored = call.kv_len - call.store.starts[b] - first;
+  if (stored <= 0) return;
+  Chunk chunk;
+  chunk.tokens = int(std::min(stored, int64_t($chunk)));
+  chunk.pages = (chunk.tokens + $last_slot) / $page_size;
+  for (int i = 0; i < chunk.pages; ++i)
+    chunk.record[i] = call.store.record(b, first / $page_size + i, h);
+  const uint8_t* next = stored > $chunk ? call.store.record(b, first / $page_size + $chunk_pages, h)
+                                        : chunk.record[chunk.pages - 1];
+  const Partial out = partial(call, b, h, index);
+  const int64_t rows = $rows;
+  for (int64_t row0 = 0; row0 < rows; row0 += $panel_rows) {
+    const int count = int(std::min(rows - row0, int64_t($panel_rows)));
+    if (work.b != b || work.h != h || work.row0 != row0) {
+      load_query(call, b, h, row0, count, work.q);
+      work.b = b, work.h = h, work.row0 = row0;
+    }
+    panel_scores(chunk, next, count, work.q, work.s);
+$mask    for (int r = 0; r < count; ++r)
+      online_softmax(work.s + r * $chunk, chunk.tokens, out.m[row0 + r], out.l[row0 + r]);
+    panel_accumulate(chunk, count, work.s, out.o + row0 * $out_channels);
+  }
+}
+"""
+
+MAIN = """
+extern "C" int64_t ${symbol}_scratch_bytes(
+    int64_t batch, int64_t num_kv_heads, int64_t query_len, int64_t kv_len) {
+  const int64_t rows = query_len * $group, chunks = (kv_len + $last_in_chunk) / $chunk;
+  const int64_t floats = (2 * rows + 15) / 16 * 16 + rows * $out_channels;
+  return batch * num_kv_heads * chunks * floats * 4;
+}
+
+extern "C" int64_t $symbol(
+    const int64_t* state,
+    const $ctype* q_BHSD, int64_t q_sb, int64_t q_sh, int64_t q_ss,
+    $ctype* out_BHSD, int64_t o_sb, int64_t o_sh, int64_t o_ss,
+    const $mask_ctype* mask_BHST, int64_t m_sb, int64_t m_sh, int64_t m_ss, int64_t m_st,
+    int64_t num_kv_heads, int64_t query_len, int64_t kv_len,
+    float* scratch, int64_t threads, double scale) {
+  if (query_len < 1 || query_len > $most_queries || kv_len < 0 || num_kv_heads < 1) return 1;
+$ignored  const Store store(state);
+  const int64_t chunks = (kv_len + $last_in_chunk) / $chunk, heads = num_kv_heads;
+  const Call call{store, q_BHSD, q_sb, q_sh, q_ss, out_BHSD, o_sb, o_sh, o_ss,
+                  ${mask_arguments}heads, query_len, kv_len, chunks, scratch, scale};
+  const int64_t items = store.batch * heads * chunks;
+  const int64_t rows = $rows, out_rows = store.batch * heads * rows;
+  const bool parallel = threads > 1 && store.batch * heads * kv_len * query_len > 768;
+#pragma omp parallel num_threads(int(threads)) if (parallel)
+  {
+    Workspace work;
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < items; ++item)
+      attend_chunk(call, item / chunks / heads, item / chunks % heads, item % chunks, work);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < out_rows; ++row)
+      merge_splits(call, row / rows / heads, row / rows % heads, row % rows);
+  }
+  return 0;
+}
+"""
+
+
+class AttendGenerator:
+    """Prints attend kernels."""
+
+    def supports(self, spec: KernelSpec) -> Supported | Unsupported:
+        """Say whether `spec` can be printed, and if not, why."""
+        pages = supports_pages(spec)
+        if isinstance(pages, Unsupported):
+            return pages
+        shape = AttendShape(spec)
+        if shape.chunk % spec.page_size or not 0 < shape.chunk <= MOST_CHUNK:
+            hint = f"Choose a multiple of page_size {spec.page_size}, at most {MOST_CHUNK}."
+            return Unsupported(f"chunk {shape.chunk}", hint)
+        if not 1 <= shape.group <= 256:
+            return Unsupported(
+                f"{shape.group} query heads per KV head", "1 to 256 of them are printed."
+            )
+        if spec.mask_dtype not in (None, "fp32", spec.dtype):
+            return Unsupported(
+                f"a {spec.mask_dtype} mask with {spec.dtype} queries",
+                f"Convert the mask to fp32 or {spec.dtype}.",
+            )
+        return Supported()
+
+    def generate(self, spec: KernelSpec) -> KernelSource:
+        """Print the kernel of `spec`."""
+        shape = AttendShape(spec)
+        storage = {spec.k_format, spec.v_format}
+        scalars = {spec.dtype} | ({spec.mask_dtype} if spec.mask_dtype else set())
+        if not shape.isa.f16c:
+            scalars |= storage
+        vectors = shape.isa.vector_text(
+            storage, masked=spec.mask != "none", half=shape.half_channel is not None
+        )
+        text = join_sections(
+            _glossary(shape),
+            INCLUDES,
+            *((vectors, scalar_text(scalars, f16c=True)) if shape.isa.f16c
+              else (scalar_text(scalars, f16c=False), vectors)),
+            store_text(spec),
+            load_page_text(spec, shape.isa),
+            _structs(shape),
+            "// ---- attention, in the order of the mathematics ----------------------------------",
+            fragments.load_query(shape),
+            fragments.scores(shape),
+            fragments.mask(shape),
+            fragments.online_softmax(shape),
+            fragments.accumulate(shape),
+            fragments.store_partial(shape),
+            _panel(shape),
+            _attend_chunk(shape),
+            fragments.merge_splits(shape),
+            _main(shape),
+        )
+        return KernelSource(spec, text)
+
+
+def _glossary(shape: AttendShape) -> str:
+    spec = shape.spec
+    queries = "1" if spec.queries == "one" else "1..16"
+    masks = {
+        "none": "none: every stored token is visible",
+        "causal": "query token s sees the tokens t <= s",
+        "bool": "mask_BHST uint8, 1 = visible",
+        "additive": f"mask_BHST {spec.mask_dtype}, added to the scores, -inf = not visible",
+    }
+    assert spec.mask is not None
+    return comment(
+        [
+            f"{spec.symbol}: out = softmax(q K^T * scale + mask) V, K and V in pages",
+            "",
+            f"B rows   K KV heads   G {shape.group} query heads per KV head   H = K * G query heads",
+            f"S {queries} query tokens   T kv_len tokens   "
+            f"Dk {spec.head_dim_qk}   Dv {spec.head_dim_vo}   P {spec.page_size}",
+            f"q_BHSD, out_BHSD  {spec.dtype}; strides in elements, the last one is 1",
+            f"mask    {masks[spec.mask]}",
+            f"record  K {spec.k_format}, V {spec.v_format}: {bytes_per_token(spec)}",
+            "row     one query token of one query head, number s * G + head in its KV head",
+            f"chunk   {shape.chunk} stored tokens; each leaves a partial (m, l, O) per row, merged",
+            "        in order: neither threads nor the place of a page change one bit",
+        ]
+    )
+
+
+def _structs(shape: AttendShape) -> str:
+    fields, bias = "", ""
+    if shape.spec.mask in ("bool", "additive"):
+        ctype = fragments.mask_ctype(shape)
+        fields = render(MASK_FIELDS, mask_ctype=ctype) + "\n"
+    if shape.spec.mask != "none":
+        bias = f"  float bias[{shape.chunk}];\n"
+    return render(
+        STRUCTS,
+        ctype=CTYPE[shape.spec.dtype],
+        mask_fields=fields,
+        bias_field=bias,
+        out_channels=shape.out_channels,
+        chunk_pages=shape.chunk // shape.spec.page_size,
+        panel_rows=shape.panel_rows,
+        k_channels=shape.k_channels,
+        chunk=shape.chunk,
+    )
+
+
+def _switch(shape: AttendShape, indent: str, calls: dict[int, list[str]]) -> str:
+    """Print the calls for a block of rows: a switch over its size if several can occur."""
+    if len(calls) == 1:
+        ((size, statements),) = calls.items()
+        return "\n".join(indent + line for line in [*statements, f"row += {size};"])
+    lines = ["const int block = block_rows(rows - row);", "switch (block) {"]
+    for size, statements in calls.items():
+        lines.append(f"  case {size}:")
+        lines += [f"    {statement}" for statement in [*statements, "break;"]]
+    lines += ["}", "row += block;"]
+    return "\n".join(indent + line for line in lines)
+
+
+def _accumulate_calls(shape: AttendShape, rows: int) -> list[str]:
+    calls = [
+        f"accumulate<{rows}, {vectors}>(chunk, pp, {channel}, oo);"
+        for channel, vectors in shape.channel_blocks(rows)
+    ]
+    if shape.half_channel is not None:
+        calls.append(f"half_accumulate<{rows}, 1>(chunk, pp, {shape.half_channel}, oo);")
+    return calls
+
+
+def _panel(shape: AttendShape) -> str:
+    layout = record_layout(shape.spec)
+    sizes = shape.block_sizes()
+    score_calls = {
+        rows: [f"scores<{rows}, {shape.chains(rows)}>(record, tokens, qq, ss);"] for rows in sizes
+    }
+    accumulate_calls = {rows: _accumulate_calls(shape, rows) for rows in sizes}
+    blocks = render(BLOCK_ROWS, most=6, last=5) if len(sizes) > 1 else ""
+    panel = render(
+        PANEL,
+        k_bytes=layout.k_bytes,
+        v_bytes=layout.v_bytes,
+        v_offset=layout.v_offset,
+        page_size=shape.spec.page_size,
+        k_channels=shape.k_channels,
+        chunk=shape.chunk,
+        out_channels=shape.out_channels,
+        score_blocks=_switch(shape, " " * 6, score_calls),
+        accumulate_blocks=_switch(shape, " " * 4, accumulate_calls),
+    )
+    return join_sections(blocks, panel)
+
+
+def _attend_chunk(shape: AttendShape) -> str:
+    arguments = {
+        "none": "",
+        "causal": "call, b, row0, count, first, chunk.tokens, work.bias, work.s",
+        "bool": "call, b, h, row0, count, first, chunk.tokens, work.bias, work.s",
+        "additive": "call, b, h, row0, count, first, chunk.tokens, work.bias, work.s",
+    }
+    assert shape.spec.mask is not None
+    given = arguments[shape.spec.mask]
+    return render(
+        ATTEND_CHUNK,
+        chunk=shape.chunk,
+        last_slot=shape.spec.page_size - 1,
+        page_size=shape.spec.page_size,
+        chunk_pages=shape.chunk // shape.spec.page_size,
+        rows=fragments.rows_expression(shape),
+        panel_rows=shape.panel_rows,
+        mask=f"    mask({given});\n" if given else "",
+        out_channels=shape.out_channels,
+    )
+
+
+def _main(shape: AttendShape) -> str:
+    spec = shape.spec
+    has_mask = spec.mask in ("bool", "additive")
+    ignored = ""
+    if not has_mask:
+        ignored = "  (void)mask_BHST, (void)m_sb, (void)m_sh, (void)m_ss, (void)m_st;\n"
+    if spec.mask == "causal":
+        ignored += "  kv_len = std::min(kv_len, query_len);  // no query token sees further\n"
+    return render(
+        MAIN,
+        symbol=spec.symbol,
+        ctype=CTYPE[spec.dtype],
+        mask_ctype=fragments.mask_ctype(shape),
+        group=shape.group,
+        chunk=shape.chunk,
+        last_in_chunk=shape.chunk - 1,
+        out_channels=shape.out_channels,
+        most_queries=1 if spec.queries == "one" else 16,
+        ignored=ignored,
+        mask_arguments="mask_BHST, m_sb, m_sh, m_ss, m_st, " if has_mask else "",
+        rows=str(shape.group) if spec.queries == "one" else f"query_len * {shape.group}",
+    )

@@ -1,0 +1,107 @@
+"""From a spec to a callable: print, compile or find in the cache, load."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcompile.codegen import artifacts
+from kvcompile.codegen.cpu import toolchain
+from kvcompile.codegen.cpu.isa import ISAS, require_isa
+from kvcompile.codegen.errors import KernelCompilationError
+from kvcompile.codegen.registry import generate
+from kvcompile.codegen.source import KernelSource
+from kvcompile.codegen.spec import KernelSpec
+
+_INTEGERS = {"append": 13, "gather": 13, "attend": 19}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A loaded kernel.
+
+    Attributes:
+        spec: What it computes.
+        library: The shared library it lives in.
+        call: The function itself; takes plain integers (addresses, strides, sizes), returns a
+            status: 0, or positive if the arguments make no sense.
+        scratch_bytes: attend only: (batch, num_kv_heads, query_len, kv_len) -> bytes.
+    """
+
+    spec: KernelSpec
+    library: Path
+    call: Callable[..., int]
+    scratch_bytes: Callable[[int, int, int, int], int] | None
+
+
+_kernels: dict[KernelSpec, Kernel] = {}
+_lock = threading.Lock()
+
+
+def load(spec: KernelSpec) -> Kernel:
+    """Return the kernel of `spec`, compiled at most once per cache and loaded once per process.
+
+    Raises:
+        UnsupportedKernelError: No printer prints it, or this CPU lacks its instructions.
+        CompilerNotFoundError: It has to be compiled and there is no compiler.
+        KernelCompilationError: The compiler failed, or its output cannot be loaded.
+    """
+    kernel = _kernels.get(spec)
+    if kernel is None:
+        require_isa(spec.isa)
+        with _lock:
+            kernel = _kernels.get(spec)
+            if kernel is None:
+                kernel = _kernels[spec] = load_source(generate(spec))
+    return kernel
+
+
+def forget_loaded() -> None:
+    """Forget the loaded kernels, so that the next `load` looks at the disk again."""
+    _kernels.clear()
+
+
+def load_source(source: KernelSource) -> Kernel:
+    """Compile and load a printed text, without the memory of `load`.
+
+    Raises:
+        CompilerNotFoundError: It has to be compiled and there is no compiler.
+        KernelCompilationError: The compiler failed, or its output cannot be loaded.
+    """
+    flags = ISAS[source.spec.isa].flags
+    compiler = toolchain.find_compiler()
+    directory = artifacts.artifact_directory(
+        source.spec.symbol,
+        source.text,
+        compiler.version,
+        *compiler.command,
+        *toolchain.BASE_FLAGS,
+        *flags,
+    )
+
+    def build(text: Path, library: Path) -> None:
+        toolchain.compile_shared(compiler, text, library, flags)
+
+    return _open(source.spec, artifacts.load_or_build(directory, source.text, build))
+
+
+def _open(spec: KernelSpec, library: Path) -> Kernel:
+    try:
+        loaded = ctypes.CDLL(str(library))
+        call = getattr(loaded, spec.symbol)
+        scratch_bytes = None
+        if spec.op == "attend":
+            scratch_bytes = getattr(loaded, f"{spec.symbol}_scratch_bytes")
+            scratch_bytes.argtypes = [ctypes.c_int64] * 4
+            scratch_bytes.restype = ctypes.c_int64
+    except (OSError, AttributeError) as error:
+        raise KernelCompilationError(f"{library} cannot be loaded: {error}") from error
+    arguments: list[type] = [ctypes.c_int64] * _INTEGERS[spec.op]
+    if spec.op == "attend":
+        arguments.append(ctypes.c_double)
+    call.argtypes = arguments
+    call.restype = ctypes.c_int64
+    return Kernel(spec, library, call, scratch_bytes)

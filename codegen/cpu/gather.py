@@ -1,0 +1,120 @@
+"""gather: copies stored K and V out of their pages into dense tensors."""
+
+from __future__ import annotations
+
+from kvcompile.codegen.cpu.isa import ISAS
+from kvcompile.codegen.cpu.pages import (
+    INCLUDES,
+    bytes_per_token,
+    index_text,
+    part_format,
+    record_layout,
+    store_text,
+    supports_pages,
+)
+from kvcompile.codegen.cpu.scalars import CTYPE, convert, scalar_text
+from kvcompile.codegen.cpu.text import comment, join_sections, render
+from kvcompile.codegen.formats import Role
+from kvcompile.codegen.source import KernelSource, Supported, Unsupported
+from kvcompile.codegen.spec import KernelSpec
+
+READ = """
+static inline void read_$role(const $word* part, int slot, $ctype* x /* [$head_dim] */) {
+  for (int c = 0; c < $head_dim; ++c) x[c] = $converted;
+}
+"""
+
+MAIN = """
+// Tokens from .. to - 1 of every row; either output may be null; left padding gives zeros.
+extern "C" int64_t $symbol(
+    const int64_t* state,
+    $ctype* k_BKTD, int64_t k_sb, int64_t k_sh, int64_t k_st,
+    $ctype* v_BKTD, int64_t v_sb, int64_t v_sh, int64_t v_st,
+    int64_t num_kv_heads, int64_t from, int64_t to, int64_t threads) {
+  if (from < 0 || to < from || num_kv_heads < 1) return 1;
+  const Store store(state);
+  const int64_t tokens = to - from, runs = (tokens + 63) / 64, heads = num_kv_heads;
+  const int64_t items = store.batch * heads * runs;
+#pragma omp parallel for schedule(static) num_threads(int(threads)) \\
+    if (threads > 1 && store.batch * heads * tokens >= 1024)
+  for (int64_t item = 0; item < items; ++item) {
+    const int64_t b = item / runs / heads, h = item / runs % heads, run = item % runs * 64;
+    const int64_t start = store.starts[b];
+    const int64_t end = std::min(tokens, run + 64);
+    for (int64_t t = run; t < end; ++t) {
+      $ctype* k = k_BKTD ? k_BKTD + b * k_sb + h * k_sh + t * k_st : nullptr;
+      $ctype* v = v_BKTD ? v_BKTD + b * v_sb + h * v_sh + t * v_st : nullptr;
+      const int64_t index = from + t - start;
+      if (index < 0) {
+        if (k) std::fill_n(k, $head_dim_qk, $ctype(0));
+        if (v) std::fill_n(v, $head_dim_vo, $ctype(0));
+        continue;
+      }
+      const uint8_t* record = store.record(b, index / $page_size, h);
+      const int slot = int(index % $page_size);
+      if (k) read_k((const $k_word*)record, slot, k);
+      if (v) read_v((const $v_word*)(record + $v_offset), slot, v);
+    }
+  }
+  return 0;
+}
+"""
+
+
+def _read_text(spec: KernelSpec, role: Role) -> str:
+    name = part_format(spec, role)
+    return render(
+        READ,
+        role=role,
+        word=CTYPE[name],
+        ctype=CTYPE[spec.dtype],
+        head_dim=spec.head_dim_qk if role == "k" else spec.head_dim_vo,
+        converted=convert(name, spec.dtype, f"part[{role}_index(slot, c)]"),
+    )
+
+
+class GatherGenerator:
+    """Prints gather kernels."""
+
+    def supports(self, spec: KernelSpec) -> Supported | Unsupported:
+        """Say whether `spec` can be printed, and if not, why."""
+        return supports_pages(spec)
+
+    def generate(self, spec: KernelSpec) -> KernelSource:
+        """Print the kernel of `spec`."""
+        isa = ISAS[spec.isa]
+        glossary = comment(
+            [
+                f"{spec.symbol}: stored K and V as dense tensors",
+                "",
+                "B rows   K KV heads   T tokens   "
+                f"Dk {spec.head_dim_qk}   Dv {spec.head_dim_vo}   P {spec.page_size}",
+                f"k_BKTD, v_BKTD  {spec.dtype}",
+                f"record  K {spec.k_format}, V {spec.v_format}: {bytes_per_token(spec)}",
+            ]
+        )
+        words = {spec.dtype, spec.k_format, spec.v_format}
+        intrinsics = "#include <immintrin.h>" if isa.f16c and "fp16" in words else ""
+        main = render(
+            MAIN,
+            symbol=spec.symbol,
+            ctype=CTYPE[spec.dtype],
+            k_word=CTYPE[spec.k_format],
+            v_word=CTYPE[spec.v_format],
+            page_size=spec.page_size,
+            head_dim_qk=spec.head_dim_qk,
+            head_dim_vo=spec.head_dim_vo,
+            v_offset=record_layout(spec).v_offset,
+        )
+        text = join_sections(
+            glossary,
+            INCLUDES.strip("\n") + ("\n" + intrinsics if intrinsics else ""),
+            scalar_text(words, f16c=isa.f16c) if len(words) > 1 else "",
+            store_text(spec),
+            index_text(spec, "k"),
+            index_text(spec, "v"),
+            _read_text(spec, "k"),
+            _read_text(spec, "v"),
+            main,
+        )
+        return KernelSource(spec, text)

@@ -1,0 +1,151 @@
+"""Instruction sets: their flags, their vector vocabulary, and which of them this CPU has."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from kvcompile.codegen.cpu import vector_avx2, vector_avx512, vector_portable
+from kvcompile.codegen.errors import UnsupportedKernelError
+from kvcompile.codegen.spec import IsaName
+
+EXP2_FRACTION = """
+// 2^r for |r| <= 1/2: minimax polynomial, relative error 1.6e-8 before rounding
+static inline vec exp2_fraction(vec r) {
+  vec p = splat(1.5353362e-4f);
+  p = fma(p, r, splat(1.33988739e-3f));
+  p = fma(p, r, splat(9.61843692e-3f));
+  p = fma(p, r, splat(5.55033237e-2f));
+  p = fma(p, r, splat(2.40226477e-1f));
+  p = fma(p, r, splat(6.93147182e-1f));
+  return fma(p, r, splat(1.0f));
+}
+"""
+
+
+@dataclass(frozen=True)
+class Isa:
+    """One instruction set that kernels can be printed for.
+
+    Attributes:
+        name: Name used in specs.
+        lanes: fp32 lanes of a vector; divides the tile of 16 tokens.
+        accumulators: Vector registers a fragment may fill with running sums.
+        flags: Compiler flags.
+        cpu_flags: What /proc/cpuinfo must list.
+        vocabulary: The module with the C++ text of the vector functions.
+    """
+
+    name: IsaName
+    lanes: int
+    accumulators: int
+    flags: tuple[str, ...]
+    cpu_flags: frozenset[str]
+    vocabulary: ModuleType
+
+    @property
+    def f16c(self) -> bool:
+        """Whether halves are converted by one instruction."""
+        return "f16c" in self.cpu_flags
+
+    def vector_text(self, storage: set[str], *, masked: bool, half: bool) -> str:
+        """Print the vocabulary for stores of the dtypes `storage`.
+
+        Args:
+            storage: Types of the words that are loaded into vectors.
+            masked: Whether scores are masked.
+            half: Whether rows end in half a vector.
+        """
+        words = self.vocabulary
+        texts = [words.VECTOR, EXP2_FRACTION, words.EXP2]
+        if masked:
+            texts.append(words.MASKED)
+        for dtype in sorted(storage - {"fp32"}):
+            texts.append(getattr(words, f"LOAD_{dtype.upper()}"))
+        if half:
+            suffixes = {"fp32": "", "bf16": "_BF16", "fp16": "_FP16"}
+            texts += [getattr(words, "HALF_LOAD" + suffixes[dtype]) for dtype in sorted(storage)]
+        return "\n".join(text.strip("\n") for text in texts)
+
+
+ISAS: dict[IsaName, Isa] = {
+    "avx512": Isa(
+        name="avx512",
+        lanes=16,
+        accumulators=24,
+        flags=("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+        cpu_flags=frozenset(
+            {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
+        ),
+        vocabulary=vector_avx512,
+    ),
+    "avx2": Isa(
+        name="avx2",
+        lanes=8,
+        accumulators=12,
+        flags=("-mavx2", "-mfma", "-mf16c"),
+        cpu_flags=frozenset({"avx2", "fma", "f16c"}),
+        vocabulary=vector_avx2,
+    ),
+    "portable": Isa(
+        name="portable",
+        lanes=4,
+        accumulators=12,
+        flags=(),
+        cpu_flags=frozenset(),
+        vocabulary=vector_portable,
+    ),
+}
+"""Best first: `detect_isa` takes the first that the CPU has."""
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """Return the features of this CPU; empty where they cannot be read."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if platform.machine() not in ("x86_64", "AMD64") or not cpuinfo.exists():
+        return frozenset()
+    for line in cpuinfo.read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.split(":", 1)[1].split())
+    return frozenset()
+
+
+def available_isas() -> tuple[IsaName, ...]:
+    """Return the instruction sets this CPU has, best first; "portable" is always among them."""
+    return tuple(name for name, isa in ISAS.items() if isa.cpu_flags <= cpu_flags())
+
+
+def detect_isa() -> IsaName:
+    """Return the instruction set to compile for: $KVCOMPILE_ISA, else the best one.
+
+    Raises:
+        UnsupportedKernelError: $KVCOMPILE_ISA names none, or one that this CPU lacks.
+    """
+    asked = os.environ.get("KVCOMPILE_ISA")
+    if not asked:
+        return available_isas()[0]
+    return require_isa(asked)
+
+
+def require_isa(name: str) -> IsaName:
+    """Return `name` if this CPU has it.
+
+    Raises:
+        UnsupportedKernelError: There is no such instruction set, or this CPU lacks it.
+    """
+    for known, isa in ISAS.items():
+        if known == name:
+            missing = sorted(isa.cpu_flags - cpu_flags())
+            if missing:
+                raise UnsupportedKernelError(
+                    f"instruction set {name!r} needs {', '.join(missing)}, which this CPU lacks"
+                )
+            return known
+    raise UnsupportedKernelError(
+        f"unknown instruction set {name!r}; known: {', '.join(ISAS)}"
+    )

@@ -1,0 +1,80 @@
+"""The exact formats: floating-point words, reordered for vector kernels and nothing else.
+
+K holds tiles of 16 tokens, [P/16][D'/w][16][w]: a register of K holds 16 tokens of one channel.
+V holds [P/w][D'][w]: a register of V holds neighbouring channels of one token.
+w is 2 for bf16, whose pairs split into two fp32 registers by one shift and one mask; else 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kvcompile.codegen.formats.base import (
+    PART_MULTIPLE,
+    TILE,
+    Role,
+    padded_channels,
+    round_up,
+)
+
+
+@dataclass(frozen=True)
+class ExactFormat:
+    """Words of a floating-point type.
+
+    Attributes:
+        name: Name used in specs and options.
+        dtype: The type of a word.
+        interleave: Neighbours stored together: channels in K, tokens in V.
+    """
+
+    name: str
+    dtype: torch.dtype
+    interleave: int
+
+    @property
+    def bits(self) -> int:
+        """Bits per stored element."""
+        return self.dtype.itemsize * 8
+
+    def part_bytes(self, role: Role, page_size: int, head_dim: int) -> int:
+        """Return the bytes of one part of a record, a multiple of 64."""
+        words = page_size * padded_channels(head_dim)
+        return round_up(words * self.dtype.itemsize, PART_MULTIPLE)
+
+    def encode(self, role: Role, dense: torch.Tensor) -> torch.Tensor:
+        """Store dense[..., P, D] (any floating type, rounded once) as uint8[..., part_bytes]."""
+        page_size, head_dim = dense.shape[-2:]
+        lead = dense.shape[:-2]
+        channels, pair = padded_channels(head_dim), self.interleave
+        words = F.pad(dense.to(self.dtype), (0, channels - head_dim))
+        if role == "k":
+            words = words.reshape(*lead, page_size // TILE, TILE, channels // pair, pair)
+            words = words.transpose(-3, -2)
+        else:
+            words = words.reshape(*lead, page_size // pair, pair, channels).transpose(-2, -1)
+        stored = words.reshape(*lead, page_size * channels).contiguous().view(torch.uint8)
+        return F.pad(stored, (0, self.part_bytes(role, page_size, head_dim) - stored.shape[-1]))
+
+    def decode(
+        self, role: Role, stored: torch.Tensor, *, page_size: int, head_dim: int
+    ) -> torch.Tensor:
+        """Return uint8[..., part_bytes] as dense[..., P, D] of type `dtype`, bit for bit."""
+        lead = stored.shape[:-1]
+        channels, pair = padded_channels(head_dim), self.interleave
+        used = page_size * channels * self.dtype.itemsize
+        words = stored[..., :used].contiguous().view(self.dtype)
+        if role == "k":
+            words = words.reshape(*lead, page_size // TILE, channels // pair, TILE, pair)
+            words = words.transpose(-3, -2)
+        else:
+            words = words.reshape(*lead, page_size // pair, channels, pair).transpose(-2, -1)
+        return words.reshape(*lead, page_size, channels)[..., :head_dim]
+
+
+FP32 = ExactFormat("fp32", torch.float32, 1)
+BF16 = ExactFormat("bf16", torch.bfloat16, 2)
+FP16 = ExactFormat("fp16", torch.float16, 1)

@@ -1,0 +1,31 @@
+"""The one table from (target, op) to the generator that prints it."""
+
+from __future__ import annotations
+
+from kvcompile.codegen.cpu.append import AppendGenerator
+from kvcompile.codegen.cpu.attend import AttendGenerator
+from kvcompile.codegen.cpu.gather import GatherGenerator
+from kvcompile.codegen.errors import UnsupportedKernelError
+from kvcompile.codegen.source import Generator, KernelSource, Unsupported
+from kvcompile.codegen.spec import KernelSpec
+
+registry: dict[tuple[str, str], Generator] = {
+    ("cpu", "append"): AppendGenerator(),
+    ("cpu", "attend"): AttendGenerator(),
+    ("cpu", "gather"): GatherGenerator(),
+}
+
+
+def generate(spec: KernelSpec) -> KernelSource:
+    """Print the kernel of `spec`; equal specs give equal text.
+
+    Raises:
+        UnsupportedKernelError: No generator prints this spec; the message has reason and hint.
+    """
+    generator = registry.get((spec.target, spec.op))
+    if generator is None:
+        raise UnsupportedKernelError(f"nothing prints {spec.op!r} for target {spec.target!r}")
+    answer = generator.supports(spec)
+    if isinstance(answer, Unsupported):
+        raise UnsupportedKernelError(f"{spec.symbol}: {answer.reason}. {answer.hint}")
+    return generator.generate(spec)

@@ -1,0 +1,98 @@
+"""KernelSpec: everything that specialises a kernel, and the one string that names it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Op = Literal["append", "attend", "gather"]
+Target = Literal["cpu"]
+IsaName = Literal["avx512", "avx2", "portable"]
+DTypeName = Literal["fp32", "bf16", "fp16"]
+MaskKind = Literal["none", "causal", "bool", "additive"]
+Queries = Literal["one", "few"]
+
+DEFAULT_CHUNK = 256
+MOST_QUERIES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec:
+    """One specialised kernel.
+
+    Attributes:
+        op: What the kernel does.
+        target: Which printer prints it.
+        isa: Vector instructions it may use.
+        dtype: Type of the query, of new K and V and of the output.
+        k_format: Name of the format K is stored in.
+        v_format: Name of the format V is stored in.
+        head_dim_qk: Channels of a query and of a key.
+        head_dim_vo: Channels of a value and of the output.
+        page_size: Tokens in a page.
+        layout: Order of the codes inside a record.
+        q_heads_per_kv_head: Query heads that share a KV head (attend only).
+        mask: Kind of mask (attend only).
+        mask_dtype: Type of an additive mask: `dtype` or "fp32" (additive masks only).
+        queries: "one" query token, or a "few": 1 to 16, decided at run time (attend only).
+        chunk: Stored tokens per partial result, a multiple of `page_size` (attend only).
+    """
+
+    op: Op
+    target: Target = "cpu"
+    isa: IsaName
+    dtype: DTypeName
+    k_format: str
+    v_format: str
+    head_dim_qk: int
+    head_dim_vo: int
+    page_size: int
+    layout: Literal["cpu16"] = "cpu16"
+    q_heads_per_kv_head: int | None = None
+    mask: MaskKind | None = None
+    mask_dtype: DTypeName | None = None
+    queries: Queries | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        """Reject fields that contradict each other.
+
+        Raises:
+            ValueError: A field of attend is missing, or is set for another op.
+        """
+        fields = ("q_heads_per_kv_head", "mask", "queries", "chunk")
+        if self.op == "attend":
+            if self.chunk is None:
+                object.__setattr__(self, "chunk", max(DEFAULT_CHUNK, self.page_size))
+            missing = [name for name in fields if getattr(self, name) is None]
+            if missing:
+                raise ValueError(f"an attend spec needs {', '.join(missing)}")
+        else:
+            extra = [name for name in fields if getattr(self, name) is not None]
+            if extra:
+                raise ValueError(f"{', '.join(extra)} mean nothing to {self.op}")
+        if (self.mask == "additive") != (self.mask_dtype is not None):
+            raise ValueError("mask_dtype goes with an additive mask, and only with it")
+
+    @property
+    def symbol(self) -> str:
+        """Name of the function, file, cache directory and test; no two specs share one."""
+        dims = f"d{self.head_dim_qk}"
+        if self.head_dim_vo != self.head_dim_qk:
+            dims += f"v{self.head_dim_vo}"
+        parts = [self.op, self.isa, self.dtype, f"k{self.k_format}", f"v{self.v_format}", dims]
+        if self.op == "attend":
+            assert self.mask is not None
+            mask = self.mask
+            if self.mask_dtype not in (None, self.dtype):
+                mask += f"_m{self.mask_dtype}"
+            queries = "q1" if self.queries == "one" else f"q{MOST_QUERIES}"
+            parts += [f"g{self.q_heads_per_kv_head}", f"p{self.page_size}", mask, queries]
+            if self.chunk != max(DEFAULT_CHUNK, self.page_size):
+                parts.append(f"c{self.chunk}")
+        else:
+            parts.append(f"p{self.page_size}")
+        return "_".join(parts)
+
+    def __str__(self) -> str:
+        return self.symbol
