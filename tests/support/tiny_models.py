@@ -8,7 +8,7 @@ B batch, S new tokens, T all tokens, H heads, D head dimension, C = H * D model 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +29,10 @@ WEIGHT_STD = 0.25
 
 TupleCache = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 CacheLayout = Literal["BHTD", "BTHD"]
+Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def _ready(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def _ready(model: Model, dtype: torch.dtype) -> Model:
     """Return a model in evaluation mode, its weights converted."""
     nn.Module.eval(model)
     nn.Module.to(model, dtype)
@@ -47,7 +48,7 @@ def tiny_llama(
     dtype: torch.dtype = torch.float32,
     attention: str = "sdpa",
     seed: int = 0,
-) -> PreTrainedModel:
+) -> LlamaForCausalLM:
     """Return a Llama with rotary positions and grouped queries; no bias anywhere."""
     config = LlamaConfig(
         hidden_size=16 * q_heads,
@@ -68,7 +69,7 @@ def tiny_llama(
     return _ready(LlamaForCausalLM(config), dtype)
 
 
-def tiny_qwen2(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+def tiny_qwen2(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> Qwen2ForCausalLM:
     """Return a Qwen2: like Llama, with biases on the projections of q, k and v."""
     config = Qwen2Config(
         hidden_size=64,
@@ -91,7 +92,7 @@ def tiny_qwen2(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrain
     return _ready(model, dtype)
 
 
-def tiny_gpt2(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+def tiny_gpt2(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> GPT2LMHeadModel:
     """Return a GPT-2: learned positions, as many KV heads as query heads, one q, k, v matrix."""
     config = GPT2Config(
         n_embd=64,

@@ -1,0 +1,142 @@
+"""What users do with a cache between steps: the same result as on the model's own tensors."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+import kvcompile
+from tests.support.compiled import assert_paged, compiled, exact_bytes, settings
+from tests.support.tiny_models import prompt, tiny_llama
+
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("fresh_dynamo")]
+
+Run = Callable[..., Any]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_second_generate(cache: str) -> None:
+    """The first generation leaves nothing behind."""
+    model = tiny_llama()
+    arguments = settings(20, cache_implementation=cache)
+    prompts = [prompt(20, seed=1), prompt(33, seed=2), prompt(20, seed=1)]
+    expected = [model.generate(ids, **arguments).sequences.tolist() for ids in prompts]
+    run = compiled(model)
+    assert [run.generate(ids, **arguments).sequences.tolist() for ids in prompts] == expected
+
+
+def test_prompt_lookup_crops() -> None:
+    """Speculation attends with several queries and crops what was not accepted."""
+    model = tiny_llama()
+    ids = torch.cat([prompt(12)] * 3, dim=1)
+    arguments = settings(30, prompt_lookup_num_tokens=4)
+    expected = model.generate(ids, **arguments).sequences
+    result = compiled(model).generate(ids, **arguments)
+    assert result.sequences.tolist() == expected.tolist()
+    assert kvcompile.memory_report(result.past_key_values).materializations == {}
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_beam_search(cache: str) -> None:
+    model = tiny_llama()
+    arguments = settings(20, num_beams=3, cache_implementation=cache)
+    expected = model.generate(prompt(20), **arguments).sequences
+    result = compiled(model).generate(prompt(20), **arguments)
+    assert result.sequences.tolist() == expected.tolist()
+    assert kvcompile.memory_report(result.past_key_values).materializations == {}
+
+
+def test_beams_share_the_pages_of_their_prompt() -> None:
+    model = tiny_llama()
+    arguments = settings(4, num_beams=4)
+    result = compiled(model).generate(prompt(320), **arguments)
+    report = kvcompile.memory_report(result.past_key_values)
+    assert report.stored_bytes < 2 * exact_bytes(model, 320 + 4 * 4)
+
+
+def feed(run: Run, cache: DynamicCache, ids: torch.Tensor) -> torch.Tensor:
+    """Run a model on more tokens of a sequence; return the last logits [B, vocabulary]."""
+    with torch.no_grad():
+        logits = run(ids, past_key_values=cache).logits[:, -1]
+    assert isinstance(logits, torch.Tensor)
+    return logits
+
+
+def crop(run: Run, model: PreTrainedModel) -> list[torch.Tensor]:
+    """Step, drop seven tokens, go on with others."""
+    cache = DynamicCache(config=model.config)
+    feed(run, cache, prompt(40))
+    feed(run, cache, prompt(1, seed=3))
+    cache.crop(-7)
+    return [feed(run, cache, prompt(n, seed=4 + n)) for n in (1, 3, 1)]
+
+
+def fork(run: Run, model: PreTrainedModel) -> list[torch.Tensor]:
+    """Copy a cache and let both copies go on, taking turns."""
+    one = DynamicCache(config=model.config)
+    feed(run, one, prompt(40))
+    other = copy.deepcopy(one)
+    return [
+        feed(run, cache, prompt(1, seed=seed))
+        for seed, cache in enumerate([one, other, one, other, other])
+    ]
+
+
+def repeat(run: Run, model: PreTrainedModel) -> list[torch.Tensor]:
+    """Make three rows of one, then keep two of them."""
+    cache = DynamicCache(config=model.config)
+    feed(run, cache, prompt(40))
+    cache.batch_repeat_interleave(3)
+    first = feed(run, cache, prompt(1, batch=3, seed=1))
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    return [first, feed(run, cache, prompt(1, batch=2, seed=2))]
+
+
+def reorder(run: Run, model: PreTrainedModel) -> list[torch.Tensor]:
+    """Permute the rows twice, once with a row taken twice."""
+    cache = DynamicCache(config=model.config)
+    feed(run, cache, prompt(40, batch=3))
+    steps = []
+    for seed, order in enumerate(([2, 0, 1], [1, 1, 0])):
+        cache.reorder_cache(torch.LongTensor(order))
+        steps.append(feed(run, cache, prompt(1, batch=3, seed=seed)))
+    return steps
+
+
+def turns(run: Run, model: PreTrainedModel) -> list[torch.Tensor]:
+    """Three turns of a conversation, of many tokens each."""
+    cache = DynamicCache(config=model.config)
+    return [feed(run, cache, prompt(n, seed=n)) for n in (40, 1, 30, 1, 17, 1, 16, 1)]
+
+
+@pytest.mark.parametrize("scenario", [crop, fork, repeat, reorder, turns], ids=lambda f: f.__name__)
+def test_operation(scenario: Callable[[Run, PreTrainedModel], list[torch.Tensor]]) -> None:
+    model = tiny_llama()
+    expected = scenario(model, model)
+    found = scenario(compiled(model), model)
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_crop_gives_pages_back() -> None:
+    model = tiny_llama()
+    run, cache = compiled(model), DynamicCache(config=model.config)
+    feed(run, cache, prompt(200))
+    feed(run, cache, prompt(1))
+    cache.crop(-150)
+    assert_paged(cache, exact_bytes(model, 51))
+
+
+def test_a_cache_that_dies_gives_its_memory_back() -> None:
+    """Generations do not add up."""
+    model = tiny_llama()
+    run = compiled(model)
+    sizes = [
+        kvcompile.memory_report(
+            run.generate(prompt(64), **settings(8)).past_key_values
+        ).allocated_bytes
+        for _ in range(4)
+    ]
+    assert sizes == sizes[:1] * 4

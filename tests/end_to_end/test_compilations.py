@@ -1,0 +1,55 @@
+"""Two compilations for a whole `generate`, prefill and decode, and never again."""
+
+import pytest
+
+from tests.support.compiled import compiled, count_compilations, settings
+from tests.support.tiny_models import greedy, prompt, tiny_llama, tiny_nanogpt
+
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("fresh_dynamo")]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_two_for_a_long_generation(cache: str) -> None:
+    model = compiled(tiny_llama())
+    with count_compilations() as compilations:
+        model.generate(prompt(20), **settings(260, cache_implementation=cache))
+        assert compilations.count == 2
+
+
+def test_none_for_another_prompt_length() -> None:
+    """The second length may teach Dynamo that the prompt is dynamic; the third changes nothing."""
+    model = compiled(tiny_llama())
+    for length in (20, 31):
+        model.generate(prompt(length), **settings(8))
+    with count_compilations() as compilations:
+        for length in (12, 40, 77):
+            model.generate(prompt(length), **settings(8))
+        assert compilations.count == 0
+
+
+def test_two_for_a_tuple_cache() -> None:
+    model = compiled(tiny_nanogpt())
+    with count_compilations() as compilations:
+        greedy(model, prompt(20), 40)
+        assert compilations.count == 2
+
+
+def test_none_when_two_models_take_turns() -> None:
+    """The graphs of one instance are not guarded away by another with equal shapes."""
+    first, second = compiled(tiny_llama(seed=1)), compiled(tiny_llama(seed=2))
+    for model in (first, second):
+        model.generate(prompt(20), **settings(8))
+    with count_compilations() as compilations:
+        for model in (first, second, first):
+            model.generate(prompt(20), **settings(8))
+        assert compilations.count == 0
+
+
+def test_grad_mode_does_not_undo_it() -> None:
+    """`generate` runs under no_grad; a call outside it must not break the next generation."""
+    plain, ids = tiny_llama(), prompt(20)
+    expected = plain.generate(ids, **settings(8)).sequences
+    model = compiled(plain)
+    model.generate(ids, **settings(8))
+    model(ids).logits.sum().backward()
+    assert model.generate(ids, **settings(8)).sequences.tolist() == expected.tolist()

@@ -1,0 +1,74 @@
+"""A trained model of 135 million parameters: the tokens of the unmodified one, from pages."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from tests.support.compiled import assert_same_generation, compiled
+from tests.support.smollm2 import load_model, load_tokenizer, long_prompt
+
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.model,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.xdist_group("smollm2"),
+]
+
+INDUCTOR = {"inner_backend": "inductor"}
+NEW_TOKENS = 256
+PROMPTS = [
+    "The with statement is used to wrap the execution of a block with methods defined by",
+    "Why is the sky blue?",
+    "In Python, a generator is",
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return load_model(torch.float32)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_one_sequence(model: PreTrainedModel, cache: str) -> None:
+    ids = long_prompt(200)
+    assert_same_generation(model, ids, NEW_TOKENS, options=INDUCTOR, cache_implementation=cache)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_left_padded_batch(model: PreTrainedModel, cache: str) -> None:
+    batch = load_tokenizer()(PROMPTS, return_tensors="pt", padding=True)
+    assert_same_generation(
+        model,
+        batch["input_ids"],
+        NEW_TOKENS,
+        options=INDUCTOR,
+        attention_mask=batch["attention_mask"],
+        cache_implementation=cache,
+    )
+
+
+def test_bfloat16_logits() -> None:
+    """Compiled errs no more than unmodified bfloat16 does against float32 with equal weights.
+
+    Both run the same bfloat16 layers and differ only in the order of sums, so their errors are of
+    one size: a quarter more in the mean square allows for chance over 32 x 49152 logits.
+    """
+    model = load_model(torch.bfloat16)
+    eager = teacher_forced(model, model)
+    paged = teacher_forced(compiled(model, **INDUCTOR), model)
+    exact = teacher_forced(model.float(), model)
+    eager_error = (eager - exact).square().mean()
+    assert (paged - exact).square().mean() <= 1.25 * eager_error
+    assert (paged - eager).square().mean() <= 2 * 1.25 * eager_error
+
+
+@torch.no_grad()
+def teacher_forced(run: Any, model: PreTrainedModel) -> torch.Tensor:
+    """Return the logits of 32 tokens after a prompt of 300, decoded one by one, float32."""
+    ids, cache = long_prompt(332), DynamicCache(config=model.config)
+    run(ids[:, :300], past_key_values=cache)
+    steps = [run(ids[:, i : i + 1], past_key_values=cache).logits for i in range(300, 332)]
+    return torch.cat(steps, dim=1).float()
