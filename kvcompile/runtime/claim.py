@@ -1,0 +1,116 @@
+"""Who may append: a past that is used twice is truncated or forked, never overwritten."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcompile.runtime.errors import CacheGapError, StaleHandleError
+from kvcompile.runtime.registry import Role
+
+if TYPE_CHECKING:
+    from kvcompile.runtime.handle import KVTensor
+    from kvcompile.runtime.store import PagedStore
+
+
+def claim(k: KVTensor, v: KVTensor) -> PagedStore:
+    """Return the store to append to so that the two handles are its past.
+
+    In place if the store ends where the handles end. If it is longer: truncated when no live
+    handle needs the rest, else forked. If a handle was written, or K and V have drifted into
+    different stores, their dense values are stored anew.
+
+    Raises:
+        StaleHandleError: A handle belongs to a compiler's trace and has no store.
+        CacheGapError: K and V have different lengths.
+    """
+    store = k.store
+    if store is not None and store is v.store and k.cell is None and v.cell is None:
+        if store.capacity is not None:
+            if not store.cells:
+                return store
+        elif k.shape[2] == v.shape[2] == store.k_len == store.v_len:
+            return store
+    return _claim_slowly(k, v)
+
+
+def writable_store(past: KVTensor) -> PagedStore:
+    """Return the store that ends, in the handle's own role, where the handle ends."""
+    store, role, length = _store_of(past), past.role, past.length
+    if store.role_length(role) == length:
+        return store
+    if not _needed_beyond(store, length, (past,), role):
+        store.truncate(length, role)
+        return store
+    # K and V come one after the other: V goes where K has just gone.
+    fork = store.derive(("append", length), role, store.fork)
+    fork.truncate(length, role)
+    return fork
+
+
+def _claim_slowly(k: KVTensor, v: KVTensor) -> PagedStore:
+    store, other = _store_of(k), _store_of(v)
+    if k.length != v.length and store.capacity is None:
+        raise CacheGapError(
+            f"K has {k.length} past tokens and V has {v.length}; crop both to the same length"
+        )
+    if k.is_written or v.is_written or (store is not other and not store.same_tokens(other)):
+        return _store_anew(k, v)
+    if store.capacity is not None:
+        if v.store is not store:
+            v.rebind(store)
+        # Unwritten copies made for views would go stale with the next append.
+        store.cells.clear()
+        return store
+    length = k.length
+    if max(store.k_len, store.v_len) > length:
+        if _needed_beyond(store, length, (k, v)):
+            store = store.fork()
+        store.truncate(length)
+    return store
+
+
+def _store_of(handle: KVTensor) -> PagedStore:
+    if handle.store is None:
+        raise StaleHandleError(
+            "a KV handle of a compiler's trace has no store; pass the handle of a real cache"
+        )
+    return handle.store
+
+
+def _needed_beyond(
+    store: PagedStore, length: int, users: tuple[KVTensor, ...], role: Role | None = None
+) -> bool:
+    """Whether a live handle other than `users` stands for tokens from `length` on."""
+    return any(
+        handle.shape[2] > length and role in (None, handle.role)
+        for handle in store.live_handles()
+        if not any(handle is user for user in users)
+    )
+
+
+def _store_anew(k: KVTensor, v: KVTensor) -> PagedStore:
+    """Store the dense values of both handles in a fresh store, or in place if static."""
+    dense = {"k": k.read("store anew"), "v": v.read("store anew")}
+    store = _store_of(k)
+    if store.capacity is None:
+        length, target = k.length, store.empty_like()
+    else:
+        # Zeros at the end are what a static store shows for tokens that it does not hold.
+        length = max(_last_nonzero(tensor) for tensor in dense.values())
+        target = store
+        target.truncate(0)
+        target.cells.clear()
+        if v.store is not target:
+            v.rebind(target)
+    if length:
+        target.append(dense["k"][:, :, :length], dense["v"][:, :, :length], 0)
+        target.commit(length)
+    return target
+
+
+def _last_nonzero(dense: torch.Tensor) -> int:
+    """Return the tokens of [B, K, T, D] up to the last one that is not all zeros."""
+    used = (dense != 0).any(dim=3).any(dim=1).any(dim=0).nonzero()
+    return int(used[-1]) + 1 if len(used) else 0

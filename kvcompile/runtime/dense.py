@@ -1,0 +1,56 @@
+"""What a handle becomes when it is written, or when a view of it is taken: a dense tensor, kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcompile.runtime.registry import Role, anchor_for, register
+
+if TYPE_CHECKING:
+    from kvcompile.runtime.store import PagedStore
+
+
+class DenseCell:
+    """One piece of memory as the user sees it: handles that alias each other share one.
+
+    A static store has one cell per role, because all its handles stand for one buffer. Handles
+    of a growing store are values; they share a cell when one is a crop or an alias of another.
+    As long as nothing needs an address, the cell is empty and its data is the store's.
+
+    Attributes:
+        store: The store whose tokens the cell stands for.
+        role: K or V.
+        dense: [B, K, T, D] once a view or a write needed it, else None.
+        anchor: int64[1], names this cell to graphs of other compilers.
+    """
+
+    def __init__(self, store: PagedStore, role: Role) -> None:
+        self.store = store
+        self.role: Role = role
+        self.dense: torch.Tensor | None = None
+        self.anchor = anchor_for(register(self), role)
+        self._version = 0
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the dense tensor, or a view of it, was written."""
+        return self.dense is not None and self.dense._version != self._version
+
+    def fill(self, dense: torch.Tensor) -> torch.Tensor:
+        """Keep `dense` from now on; it must not be an inference tensor."""
+        self.dense = dense
+        self._version = dense._version
+        return dense
+
+    def materialize(self, role: Role, length: int, operator: str) -> torch.Tensor:
+        """Return a copy of the first `length` tokens."""
+        if self.dense is None:
+            return self.store.materialize(role, length, operator)
+        self.store.materializations[operator] += 1
+        return self.dense[:, :, :length].clone()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return every tensor the cell owns."""
+        return [self.anchor] if self.dense is None else [self.anchor, self.dense]

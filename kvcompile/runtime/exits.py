@@ -1,0 +1,190 @@
+"""Python's ways out of a handle: methods that never reach the dispatcher.
+
+Each gives the dense values, or a named error where an address was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from kvcompile.runtime.errors import HandleHasNoStorageError
+
+if TYPE_CHECKING:
+    from kvcompile.runtime.store import PagedStore
+
+TIME = 2
+
+# A view made in the dispatcher has the handle as its autograd base, which Dynamo cannot
+# rebuild; taken from the dense tensor in Python it is a view of ordinary memory.
+VIEW_METHODS = (
+    "as_strided diagonal expand expand_as flatten movedim moveaxis permute ravel reshape "
+    "reshape_as select squeeze swapaxes swapdims t transpose unbind unflatten unfold unsqueeze "
+    "view view_as"
+).split()
+
+
+class PythonExits(torch.Tensor):
+    """The part of a handle that ordinary Python sees."""
+
+    store: PagedStore | None
+
+    def read(self, operator: str) -> torch.Tensor:
+        """Return the dense values for reading only."""
+        raise NotImplementedError
+
+    def turn_dense(self, operator: str) -> torch.Tensor:
+        """Return the dense tensor that is the handle's storage from now on."""
+        raise NotImplementedError
+
+    def alias(self, length: int | None = None) -> torch.Tensor:
+        """Return a fresh handle of the same memory, cropped to `length` tokens."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Any:
+        """Crop on pages; take every other view from the dense tensor."""
+        if self.store is None:
+            return super().__getitem__(index)
+        length = _crop_length(index, self.shape) if self.store.capacity is None else None
+        if length is not None:
+            return self.alias(length)
+        if isinstance(index, (torch.Tensor, list)) or _has_tensor(index):
+            return super().__getitem__(index)
+        return self.turn_dense("getitem")[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write to the dense tensor, which the handle keeps."""
+        if self.store is None:
+            super().__setitem__(index, value)
+        else:
+            self.turn_dense("setitem")[index] = value
+
+    def narrow(self, dim: int, start: Any, length: int) -> torch.Tensor:
+        """Return tokens or channels start .. start + length - 1."""
+        if self.store is None:
+            return super().narrow(dim, start, length)
+        crops = dim % self.ndim == TIME and int(start) == 0 and 0 <= length <= self.shape[TIME]
+        if crops and self.store.capacity is None:
+            return self.alias(length)
+        return self.turn_dense("narrow").narrow(dim, start, length)
+
+    def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[torch.Tensor, ...]:
+        """Return consecutive pieces; a piece that starts at token 0 stays a handle."""
+        if self.store is None:
+            return super().split(split_size, dim)
+        return self._pieces([part.shape[dim] for part in self._outline().split(split_size, dim)], dim)
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        """Return `chunks` consecutive pieces; one that starts at token 0 stays a handle."""
+        if self.store is None:
+            return super().chunk(chunks, dim)
+        return self._pieces([part.shape[dim] for part in self._outline().chunk(chunks, dim)], dim)
+
+    def repeat_interleave(
+        self, repeats: int | torch.Tensor, dim: int | None = None, **options: Any
+    ) -> torch.Tensor:
+        """Repeat rows on pages, any other dimension on the dense tensor."""
+        if self.store is None or dim is None or dim % self.ndim != 0:
+            return super().repeat_interleave(repeats, dim, **options)
+        rows = torch.arange(self.shape[0]).repeat_interleave(repeats, **options)
+        return self.index_select(0, rows)
+
+    def _outline(self) -> torch.Tensor:
+        return torch.empty(self.shape, device="meta")
+
+    def _pieces(self, lengths: Sequence[int], dim: int) -> tuple[torch.Tensor, ...]:
+        starts = [sum(lengths[:n]) for n in range(len(lengths))]
+        return tuple(self.narrow(dim, *piece) for piece in zip(starts, lengths, strict=True))
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the dense values as an array."""
+        return self.read("numpy").numpy(force=force)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """Let numpy read the dense values."""
+        return self.read("numpy").__array__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        """Return the dense values as nested lists."""
+        return self.read("tolist").tolist()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        """Export a dense copy."""
+        return self.read("dlpack").clone().__dlpack__(**kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as the dense tensor: a file must not need the store."""
+        return self.read("pickle").clone().__reduce_ex__(protocol)
+
+    def __copy__(self) -> torch.Tensor:
+        """Return a handle of the same memory."""
+        return self.alias()
+
+    def storage(self) -> NoReturn:
+        """Refuse: there is no storage."""
+        _refuse("storage")
+
+    def _typed_storage(self) -> NoReturn:
+        _refuse("storage")
+
+    def data_ptr(self) -> NoReturn:
+        """Refuse: there is no address."""
+        _refuse("data_ptr")
+
+    def const_data_ptr(self) -> NoReturn:
+        """Refuse: there is no address."""
+        _refuse("const_data_ptr")
+
+    def share_memory_(self) -> NoReturn:
+        """Refuse: there is no storage to share."""
+        _refuse("share_memory_")
+
+
+def _refuse(name: str) -> NoReturn:
+    raise HandleHasNoStorageError(
+        f"{name}() was called on a KV handle, whose data lies in pages and not in one storage; "
+        f"call .materialize() first and use the dense tensor it returns"
+    )
+
+
+def _taken_from_dense(name: str) -> Any:
+    original = getattr(torch.Tensor, name)
+
+    def method(self: PythonExits, *args: Any, **kwargs: Any) -> Any:
+        if self.store is None:
+            return original(self, *args, **kwargs)
+        return original(self.turn_dense(name), *args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"Take `{name}` of the dense tensor, which the handle keeps."
+    return method
+
+
+for _name in VIEW_METHODS:
+    setattr(PythonExits, _name, _taken_from_dense(_name))
+
+
+def _has_tensor(index: Any) -> bool:
+    return isinstance(index, tuple) and any(isinstance(i, (torch.Tensor, list)) for i in index)
+
+
+def _crop_length(index: Any, shape: torch.Size) -> int | None:
+    """Return n if `index` selects the first n tokens and nothing else, else None."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(item is not Ellipsis and not isinstance(item, slice) for item in items):
+        return None
+    if items.count(Ellipsis) == 1:
+        place = items.index(Ellipsis)
+        items[place : place + 1] = [slice(None)] * (len(shape) - len(items) + 1)
+    if len(items) > len(shape) or Ellipsis in items:
+        return None
+    length = shape[TIME]
+    for dim, item in enumerate(items):
+        start, stop, step = item.indices(shape[dim])
+        if step != 1 or start != 0 or (dim != TIME and stop != shape[dim]):
+            return None
+        if dim == TIME:
+            length = stop
+    return length

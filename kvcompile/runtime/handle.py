@@ -1,0 +1,217 @@
+"""Handles: tensors that look like the dense K or V of a layer and keep their data in a store.
+
+A handle of a store that grows is a value: its first `shape[2]` tokens, whatever the store does
+later. A handle of a static store is a buffer: it shows what the store holds now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from kvcompile.runtime.dense import DenseCell
+from kvcompile.runtime.errors import HandleWriteError
+from kvcompile.runtime.exits import PythonExits
+from kvcompile.runtime.ops import materialize
+from kvcompile.runtime.registry import Role, find, read_anchor
+from kvcompile.runtime.store import PagedStore
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+
+class KVTensor(PythonExits):
+    """The dense K or V of one layer, [B, K, T, D], without storage of its own.
+
+    Attributes:
+        store: Where the data is; None under fake tensors.
+        role: "k" or "v".
+        anchor: int64[1], all that a compiler sees of the handle.
+        cell: Shared with the handles that alias this one; None as long as there is none.
+    """
+
+    store: PagedStore | None
+    role: Role
+    anchor: torch.Tensor
+    cell: DenseCell | None
+
+    # Python-level overrides are methods; everything else arrives in __torch_dispatch__.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def of(cls, store: PagedStore, role: Role, length: int | None = None) -> KVTensor:
+        """Return a handle of the first `length` tokens of a store (default: all of the role).
+
+        For a static store the length is ignored: the handle is the whole buffer.
+        """
+        if length is None:
+            length = store.role_length(role)
+        shape = store.shape(role, length)
+        handle: KVTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=store.dtype, device=store.device
+        )
+        handle.store, handle.role = store, role
+        handle.anchor, handle.cell = store.anchors[role], None
+        store.note(handle)
+        if store.capacity is None:
+            # What torch._dynamo.maybe_mark_dynamic(handle, 2) sets, without its walk over the
+            # inner tensors: sixty handles are made per decoding step.
+            handle._dynamo_weak_dynamic_indices = {2}
+            handle._has_dynamo_dim_marking = True
+        return handle
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        """Show a compiler the anchor, and a context that never changes."""
+        return ["anchor"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor],
+        context: torch.dtype,
+        size: Sequence[Any],
+        stride: Sequence[Any],
+    ) -> KVTensor:
+        """Rebuild a handle around an anchor, which is fake while a compiler traces."""
+        anchor = inner["anchor"]
+        if type(anchor) is torch.Tensor and not torch._is_functional_tensor(anchor):
+            return _from_anchor(anchor, size)
+        handle: KVTensor = torch.Tensor._make_wrapper_subclass(
+            KVTensor, size, strides=stride, dtype=context, device=anchor.device
+        )
+        handle.store, handle.role, handle.anchor, handle.cell = None, "k", anchor, None
+        return handle
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer an operator on pages where that is possible, else on the dense tensor."""
+        from kvcompile.runtime.handle_ops import dispatch  # noqa: PLC0415
+
+        return dispatch(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Describe the handle without reading its data."""
+        shape = f"shape={tuple(self.shape)}, dtype={self.dtype}"
+        if self.store is None:
+            return f"KVTensor({shape}, traced)"
+        state = "written" if self.is_written else "paged"
+        return f"KVTensor({shape}, {self.role.upper()} {state} in {self.store!r})"
+
+    @property
+    def length(self) -> int:
+        """Tokens the handle stands for; of a static store, tokens stored now."""
+        if self.store is None or self.store.capacity is None:
+            return self.shape[2]
+        return self.store.role_length(self.role)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it was written behind the store's back, so that only its dense tensor is right."""
+        cell = self._present_cell()
+        return cell is not None and cell.is_written
+
+    def materialize(self) -> torch.Tensor:
+        """Return a new dense tensor with the handle's values."""
+        dense = self.read("materialize")
+        return dense.clone() if self._present_dense() is not None else dense
+
+    def read(self, operator: str) -> torch.Tensor:
+        """Return the values for reading only; may be the tensor that the handle turned into."""
+        if self.store is None:
+            return materialize(self.anchor, self.shape, self.dtype)
+        dense = self._present_dense()
+        if dense is None:
+            return self.store.materialize(self.role, self.shape[2], operator)
+        self.store.materializations[operator] += 1
+        return dense
+
+    def turn_dense(self, operator: str) -> torch.Tensor:
+        """Return the tensor that is the handle's storage from now on; writes to it persist."""
+        if self.store is None:
+            return self.read(operator)
+        cell = self.shared_cell()
+        if cell.dense is None:
+            length = max(
+                handle.shape[2]
+                for handle in self.store.live_handles()
+                if handle._present_cell() is cell
+            )
+            # An inference tensor has no version counter, which is how writes are noticed.
+            with torch.inference_mode(mode=False):
+                dense = self.store.materialize(self.role, length, operator)
+                cell.fill(dense.clone() if dense.is_inference() else dense)
+        dense = self._present_dense()
+        assert dense is not None
+        return dense
+
+    def check_writable(self, operator: str) -> None:
+        """Refuse a write in a graph of another compiler, which would reach only a copy.
+
+        Dynamo's own trace may write: there the graph is not yet anybody's.
+
+        Raises:
+            HandleWriteError: Always, in such a graph.
+        """
+        if self.store is None and isinstance(self.anchor, FunctionalTensor):
+            raise HandleWriteError(
+                f"{operator} writes to a KV handle inside a graph of another compiler, where "
+                "the write would be lost; write to handle.materialize() instead, or compile "
+                'with backend="kvcompile"'
+            )
+
+    def shared_cell(self) -> DenseCell:
+        """Return the cell of the memory this handle stands for, made now if need be."""
+        assert self.store is not None
+        cell = self._present_cell()
+        if cell is None:
+            cell = DenseCell(self.store, self.role)
+            if self.store.capacity is not None:
+                self.store.cells[self.role] = cell
+        if self.store.capacity is None and self.cell is None:
+            self.cell, self.anchor = cell, cell.anchor
+        return cell
+
+    def alias(self, length: int | None = None) -> KVTensor:
+        """Return a fresh handle of the same memory, cropped to `length` tokens."""
+        assert self.store is not None
+        cell = None if self.store.capacity is not None else self.shared_cell()
+        handle = KVTensor.of(self.store, self.role, self.shape[2] if length is None else length)
+        if cell is not None:
+            handle.cell, handle.anchor = cell, cell.anchor
+        return handle
+
+    def rebind(self, store: PagedStore) -> None:
+        """Let a static handle stand for the buffer of another store."""
+        self.store, self.anchor = store, store.anchors[self.role]
+        store.note(self)
+
+    def _present_cell(self) -> DenseCell | None:
+        if self.store is None or self.store.capacity is None:
+            return self.cell
+        return self.store.cells.get(self.role)
+
+    def _present_dense(self) -> torch.Tensor | None:
+        cell = self._present_cell()
+        if cell is None or cell.dense is None:
+            return None
+        length = self.shape[2]
+        return cell.dense if cell.dense.shape[2] == length else cell.dense[:, :, :length]
+
+
+def _from_anchor(anchor: torch.Tensor, size: Sequence[int]) -> KVTensor:
+    key, role = read_anchor(int(anchor.item()))
+    source = find(key)
+    store = source.store if isinstance(source, DenseCell) else source
+    assert isinstance(store, PagedStore)
+    handle = KVTensor.of(store, role, size[2])
+    if isinstance(source, DenseCell) and store.capacity is None:
+        handle.cell, handle.anchor = source, anchor
+    return handle

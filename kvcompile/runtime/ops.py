@@ -1,0 +1,182 @@
+"""The operators that a rewritten graph calls: append, attend, materialize.
+
+They get a state tensor, find its store by word 7 and leave everything else to the store: a
+compiler may hand over a clone of the state tensor, whose addresses are out of date. Letters:
+B batch, S query tokens, T cached tokens, H query heads, K KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from kvcompile.runtime import launch
+from kvcompile.runtime.errors import CacheGapError
+from kvcompile.runtime.masks import check_masks, learn_starts
+from kvcompile.runtime.registry import find, read_anchor
+from kvcompile.runtime.store import PagedStore
+
+FEW_QUERIES = 16
+_REGISTRY_WORD = 7 * 8
+
+_library = torch.library.Library("kvcompile", "DEF")
+_library.define(
+    "append(Tensor k, Tensor v, Tensor(a!) state, SymInt past_len, Tensor? position, Tensor? mask)"
+    " -> ()"
+)
+_library.define(
+    "attend(Tensor q, Tensor state, SymInt past_len, Tensor? position, Tensor? mask,"
+    " bool is_causal, float scale, SymInt kv_len) -> Tensor"
+)
+_library.define("materialize(Tensor anchor, SymInt[] sizes, ScalarType dtype) -> Tensor")
+
+
+def _store_of(state: torch.Tensor) -> PagedStore:
+    source = find(ctypes.c_int64.from_address(state.data_ptr() + _REGISTRY_WORD).value)
+    assert isinstance(source, PagedStore)
+    return source
+
+
+def _first_position(position: torch.Tensor, new_len: int) -> int:
+    """Return the first of `new_len` consecutive positions.
+
+    Raises:
+        CacheGapError: If they do not follow one another.
+    """
+    if position.dtype != torch.int64 or not position.is_contiguous():
+        position = position.to(torch.int64).contiguous()
+    address = position.data_ptr()
+    first = ctypes.c_int64.from_address(address).value
+    last = ctypes.c_int64.from_address(address + 8 * (position.numel() - 1)).value
+    if last - first + 1 != new_len or position.numel() != new_len:
+        raise CacheGapError(
+            f"positions {first} .. {last} were given for {new_len} new tokens; a cache in pages "
+            "needs consecutive positions"
+        )
+    return first
+
+
+def _append(  # noqa: PLR0913 - the schema
+    k: torch.Tensor,
+    v: torch.Tensor,
+    state: torch.Tensor,
+    past_len: int,
+    position: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> None:
+    """Write K and V [B, K, S, D] at `position`, or else at `past_len`.
+
+    The first append of a store learns left padding from its mask.
+    """
+    store = _store_of(state)
+    new_len = k.shape[2]
+    if position is not None:
+        past_len = _first_position(position, new_len)
+    if mask is not None and past_len == 0:
+        store.truncate(0)
+        store.set_starts(learn_starts(mask, store.batch, new_len))
+    if k.stride(3) != 1:
+        k = k.contiguous()
+    if v.stride(3) != 1:
+        v = v.contiguous()
+    store.append(k, v, past_len)
+
+
+def _attend(  # noqa: PLR0913 - the schema
+    q: torch.Tensor,
+    state: torch.Tensor,
+    past_len: int,
+    position: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+    kv_len: int,
+) -> torch.Tensor:
+    """Attend with q [B, H, S, Dk] over the tokens stored up to and including the new ones.
+
+    Args:
+        q: Queries of the S tokens that were just appended.
+        state: State of the store.
+        past_len: Tokens before the new ones, unless `position` is given.
+        position: int64[S], their positions.
+        mask: None, bool or additive, [B or 1, H or 1, S, kv_len].
+        is_causal: PyTorch's flag: query s sees tokens 0 .. s.
+        scale: Factor on the scores.
+        kv_len: Columns of the mask; the capacity of a static cache.
+
+    Returns:
+        [B, H, S, Dv], in memory [B, S, H, Dv].
+    """
+    store = _store_of(state)
+    new_len = q.shape[2]
+    if position is not None:
+        past_len = _first_position(position, new_len)
+    stored = past_len + new_len
+    if mask is not None or store.is_padded or kv_len > stored:
+        check_masks(store, mask, is_causal, stored, kv_len)
+        if mask is not None and kv_len > stored:
+            mask = mask[..., :stored]
+    if q.stride(3) != 1:
+        q = q.contiguous()
+    if new_len <= FEW_QUERIES:
+        return launch.attend(store, q, mask, is_causal, scale, stored)
+    k = launch.gather(store, "k", 0, stored)
+    v = launch.gather(store, "v", 0, stored)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _materialize(anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return the dense tensor of the given sizes that an anchor stands for."""
+    key, role = read_anchor(ctypes.c_int64.from_address(anchor.data_ptr()).value)
+    return find(key).materialize(role, sizes[2], "kvcompile.materialize")
+
+
+_library.impl("append", _append, "CPU")
+_library.impl("attend", _attend, "CPU")
+_library.impl("materialize", _materialize, "CPU")
+
+
+@torch.library.register_fake("kvcompile::append", lib=_library)
+def _append_fake(  # noqa: PLR0913 - the schema
+    k: torch.Tensor,
+    v: torch.Tensor,
+    state: torch.Tensor,
+    past_len: int,
+    position: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("kvcompile::attend", lib=_library)
+def _attend_fake(  # noqa: PLR0913 - the schema
+    q: torch.Tensor,
+    state: torch.Tensor,
+    past_len: int,
+    position: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+    kv_len: int,
+) -> torch.Tensor:
+    batch, heads, queries, dim = q.shape
+    return q.new_empty(batch, queries, heads, dim).transpose(1, 2)
+
+
+@torch.library.register_fake("kvcompile::materialize", lib=_library)
+def _materialize_fake(
+    anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    return anchor.new_empty(sizes, dtype=dtype)
+
+
+def materialize(anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Read a handle inside a graph that is being traced: one opaque operator."""
+    dense: torch.Tensor = torch.ops.kvcompile.materialize.default(anchor, list(sizes), dtype)
+    return dense

@@ -1,0 +1,57 @@
+"""From the integer in an anchor or state tensor back to the object that holds the data."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Literal, Protocol
+
+import torch
+
+from kvcompile.runtime.errors import StaleHandleError
+
+Role = Literal["k", "v"]
+ROLES: tuple[Role, Role] = ("k", "v")
+
+
+class Source(Protocol):
+    """What an anchor can stand for: a page store, or a tensor that a handle was turned into."""
+
+    def materialize(self, role: Role, length: int, operator: str) -> torch.Tensor:
+        """Return the dense tensor of one role; count it under the operator's name."""
+
+
+_keys = itertools.count(1)
+_sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
+
+
+def register(source: Source) -> int:
+    """Return a fresh key, by which `source` is found as long as somebody else holds it."""
+    key = next(_keys)
+    _sources[key] = source
+    return key
+
+
+def find(key: int) -> Source:
+    """Return the source registered under `key`.
+
+    Raises:
+        StaleHandleError: If it no longer exists.
+    """
+    source = _sources.get(key)
+    if source is None:
+        raise StaleHandleError(
+            f"the KV store with registry key {key} no longer exists: a state or anchor tensor "
+            "outlived it; keep the cache object alive while its tensors are in use"
+        )
+    return source
+
+
+def anchor_for(key: int, role: Role) -> torch.Tensor:
+    """Return the anchor int64[1] that names one role of a source."""
+    return torch.tensor([2 * key + ROLES.index(role)], dtype=torch.int64)
+
+
+def read_anchor(value: int) -> tuple[int, Role]:
+    """Split an anchor's value into registry key and role."""
+    return value >> 1, ROLES[value & 1]

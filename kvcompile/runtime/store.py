@@ -1,0 +1,482 @@
+"""The page store: K and V of one layer in pages, one block-table row per sequence.
+
+Letters: B batch, K KV heads, S new tokens, D head dim, P page size. Lengths are Python integers
+and count virtual left-padding tokens, which own no page: token t of row b lives at index
+`t - starts[b]` of that row. A store is not thread-safe; its arena is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcompile.runtime import launch
+from kvcompile.runtime.errors import CacheFullError, CacheGapError, StaleHandleError
+from kvcompile.runtime.registry import ROLES, Role, anchor_for, register
+
+if TYPE_CHECKING:
+    from kvcompile.codegen.layout import RecordLayout
+    from kvcompile.runtime.arena import Arena
+    from kvcompile.runtime.dense import DenseCell
+    from kvcompile.runtime.handle import KVTensor
+
+
+HANDLES_BEFORE_SWEEP = 64
+
+
+@dataclass(frozen=True)
+class StoreBytes:
+    """Bytes that one store holds.
+
+    Attributes:
+        codes: Tokens actually stored; a page shared inside the store counts once.
+        slack: Slots without a token in the pages it holds.
+        block_table: Page ids.
+        starts: Left-padding counts.
+        state: State tensor and anchors.
+        dense: Dense tensors that handles were turned into.
+    """
+
+    codes: int
+    slack: int
+    block_table: int
+    starts: int
+    state: int
+    dense: int
+
+
+@dataclass
+class _Derived:
+    """The store last derived from another one, and the roles that were given it."""
+
+    what: object
+    epoch: int
+    store: weakref.ref[PagedStore]
+    roles: set[Role]
+
+
+class PagedStore:
+    """K and V of one layer.
+
+    Attributes:
+        layout: How a record stores tokens.
+        num_kv_heads: K.
+        dtype: Dtype of the dense K and V it stands for.
+        device: Device of pages and handles.
+        arena: Where the pages come from.
+        batch: B, number of rows.
+        capacity: Tokens of a static buffer, or None for a cache that grows.
+        k_len: Tokens of K, padding included; moved only by `commit` and `truncate`.
+        v_len: The same of V. Eager code appends K and V one after the other.
+        state: int64[8], what kernels get.
+        block_table: int32[B, row capacity].
+        starts: int32[B], virtual left-padding tokens of each row.
+        key: Registry key.
+        anchors: Per role the anchor int64[1] of its handles.
+        cells: Per role the dense tensor a static buffer was turned into by a write or a view.
+        materializations: Operator name -> how often it needed the dense tensor; shared by all
+            stores that descend from one another.
+    """
+
+    def __init__(
+        self,
+        layout: RecordLayout,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        arena: Arena,
+        *,
+        batch: int,
+        capacity: int | None = None,
+    ) -> None:
+        self.layout = layout
+        self.num_kv_heads = num_kv_heads
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.arena = arena
+        self.batch = batch
+        self.capacity = capacity
+        self.k_len = 0
+        self.v_len = 0
+        self.materializations: Counter[str] = Counter()
+        self._handles: list[weakref.ref[KVTensor]] = []
+        self.cells: dict[Role, DenseCell] = {}
+        self.epoch = 0
+        self._derived: _Derived | None = None
+        self.key = register(self)
+        self.anchors = {role: anchor_for(self.key, role) for role in ROLES}
+        self.starts = torch.zeros(batch, dtype=torch.int32)
+        self._starts = [0] * batch
+        self._padded = False
+        self._rows: list[list[int]] = [[] for _ in range(batch)]
+        # Tokens up to here can be written without looking at a page; 0 if a page may be shared.
+        self._writable = 0
+        self.state = torch.zeros(8, dtype=torch.int64)
+        self._words = (ctypes.c_int64 * 8).from_address(self.state.data_ptr())
+        columns = 4 if capacity is None else -(-capacity // layout.page_size)
+        self._set_block_table(torch.zeros(batch, columns, dtype=torch.int32))
+        self._words[3] = self.starts.data_ptr()
+        self._words[5] = arena.page_bytes
+        self._words[6] = batch
+        self._words[7] = self.key
+        # Pages go back when the store dies, not when the interpreter ends.
+        weakref.finalize(self, _release_rows, arena, self._rows).atexit = False
+
+    def __repr__(self) -> str:
+        kind = "grows" if self.capacity is None else f"capacity {self.capacity}"
+        return (
+            f"PagedStore(key {self.key}, batch {self.batch}, {self.num_kv_heads} KV heads, "
+            f"K {self.k_len} and V {self.v_len} tokens, {kind}, "
+            f"{len(self.pages())} pages of {self.layout.page_size})"
+        )
+
+    @property
+    def length(self) -> int:
+        """Tokens that have both K and V."""
+        return min(self.k_len, self.v_len)
+
+    def role_length(self, role: Role) -> int:
+        """Return the tokens stored of one role."""
+        return self.k_len if role == "k" else self.v_len
+
+    def shape(self, role: Role, length: int) -> tuple[int, int, int, int]:
+        """Return the dense shape [B, K, T, D]; T is the capacity of a static store."""
+        dim = self.layout.head_dim_qk if role == "k" else self.layout.head_dim_vo
+        tokens = length if self.capacity is None else self.capacity
+        return (self.batch, self.num_kv_heads, tokens, dim)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a row has virtual left padding."""
+        return self._padded
+
+    def start_list(self) -> list[int]:
+        """Return the virtual left-padding tokens of each row."""
+        return list(self._starts)
+
+    def pages(self) -> list[int]:
+        """Return the distinct pages of all rows, in order of first use."""
+        return list(dict.fromkeys(page for row in self._rows for page in row))
+
+    def reserve(self, past_len: int, new_len: int, role: Role | None = None) -> None:
+        """Make pages for tokens past_len .. past_len + new_len - 1 of every row.
+
+        Tokens from `past_len` on are dropped. A page shared with another store or row is copied
+        before it can be written.
+
+        Args:
+            past_len: First token to be written.
+            new_len: Tokens to be written.
+            role: The only role that will be written, or None for both.
+
+        Raises:
+            CacheGapError: If `past_len` is beyond the stored tokens.
+            CacheFullError: If a static store cannot hold the tokens.
+        """
+        if past_len == self.k_len == self.v_len and past_len + new_len <= self._writable:
+            return
+        stored = self.length if role is None else self.role_length(role)
+        if past_len > stored:
+            raise CacheGapError(
+                f"tokens at position {past_len} were to be appended to a cache of {stored} tokens; "
+                f"positions must follow one another: start at {stored}, or at an earlier position "
+                "to overwrite"
+            )
+        end = past_len + new_len
+        if self.capacity is not None and end > self.capacity:
+            raise CacheFullError(
+                f"{end} tokens do not fit into a static cache of {self.capacity}; make it with a "
+                f"larger max_cache_len (at least {end})"
+            )
+        longest = max(self.k_len, self.v_len) if role is None else stored
+        if past_len < longest:
+            self.truncate(past_len, role)
+        self._own_pages(past_len, end)
+
+    def append(self, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
+        """Write tokens from `past_len` on; the lengths move only with `commit`.
+
+        Args:
+            k: [B, K, S, D] of the store's dtype, or None to leave K alone.
+            v: The same for V.
+            past_len: Position of the first token.
+        """
+        new = k if k is not None else v
+        if new is None:
+            return
+        if new.shape[0] != self.batch:
+            raise ValueError(
+                f"{new.shape[0]} rows were to be appended to a cache of {self.batch} rows; "
+                "select rows of the cache first"
+            )
+        role: Role | None = None if k is not None and v is not None else "v" if k is None else "k"
+        self.reserve(past_len, new.shape[2], role)
+        self.epoch += 1
+        launch.append(self, k, v, past_len)
+
+    def commit(self, length: int, role: Role | None = None) -> None:
+        """Declare the tokens below `length` stored.
+
+        Raises:
+            CacheGapError: If no pages were reserved for them.
+        """
+        if length > self._writable and length > self.role_length(role or "k"):
+            raise CacheGapError(
+                f"{length} tokens were to be committed, but pages are reserved for "
+                f"{self._writable}; reserve and append first"
+            )
+        if role != "v":
+            self.k_len = length
+        if role != "k":
+            self.v_len = length
+
+    def truncate(self, length: int, role: Role | None = None) -> None:
+        """Drop the tokens from `length` on, and the pages nobody needs any more."""
+        if role != "v":
+            self.k_len = min(self.k_len, length)
+        if role != "k":
+            self.v_len = min(self.v_len, length)
+        kept = max(self.k_len, self.v_len)
+        self.epoch += 1
+        self._writable = 0
+        dropped: list[int] = []
+        for row, start in zip(self._rows, self._starts, strict=True):
+            needed = self._pages_for(kept - start)
+            dropped += row[needed:]
+            del row[needed:]
+        if dropped:
+            self.arena.release(dropped)
+        if any(start > kept for start in self._starts):
+            # New tokens may take the place of padding: it is virtual only below the length.
+            self._write_starts([min(start, kept) for start in self._starts])
+
+    def set_starts(self, starts: Sequence[int]) -> None:
+        """Declare the first `starts[b]` tokens of each row left padding; they own no page.
+
+        Raises:
+            CacheGapError: If tokens are stored already.
+        """
+        if self.k_len or self.v_len:
+            raise CacheGapError(
+                f"left padding was to be declared with {self.length} tokens stored; it can only "
+                "be learned from the first mask"
+            )
+        if list(starts) != self._starts:
+            self.truncate(0)
+            self._write_starts(list(starts))
+
+    def fork(self) -> PagedStore:
+        """Return a store with the same tokens, sharing all pages until one of the two writes."""
+        return self.select_rows(range(self.batch))
+
+    def select_rows(self, index: Sequence[int]) -> PagedStore:
+        """Return a store whose row i is this one's row `index[i]`, sharing pages."""
+        chosen = [self._rows[i] for i in index]
+        return self._sharing(chosen, [self._starts[i] for i in index])
+
+    def joined(self, others: Sequence[PagedStore]) -> PagedStore:
+        """Return a store with the rows of this one and then those of `others`, sharing pages.
+
+        All must have one arena, layout and length.
+        """
+        stores = [self, *others]
+        result = self._sharing(
+            [row for store in stores for row in store._rows],
+            [start for store in stores for start in store._starts],
+        )
+        for store in others:
+            store._writable = 0
+        return result
+
+    def derive(self, what: object, role: Role, make: Callable[[], PagedStore]) -> PagedStore:
+        """Return the store that `make` makes, the same one for K and then for V.
+
+        K and V are selected, cloned or forked one after the other; both must end up in one
+        store. Each derived store is given once per role, so that two clones stay apart.
+
+        Args:
+            what: Names what is made.
+            role: The role that asks.
+            make: Makes the store.
+        """
+        last = self._derived
+        if last is not None and last.what == what and last.epoch == self.epoch:
+            store = last.store()
+            if store is not None and role not in last.roles:
+                last.roles.add(role)
+                return store
+        store = make()
+        self._derived = _Derived(what, self.epoch, weakref.ref(store), {role})
+        return store
+
+    def note(self, handle: KVTensor) -> None:
+        """Remember a handle for as long as it lives."""
+        self._handles.append(weakref.ref(handle))
+        if len(self._handles) > HANDLES_BEFORE_SWEEP:
+            self._handles = [ref for ref in self._handles if ref() is not None]
+
+    def live_handles(self) -> list[KVTensor]:
+        """Return the handles that stand for tokens of this store."""
+        alive = [handle for ref in self._handles if (handle := ref()) is not None]
+        return [handle for handle in alive if handle.store is self]
+
+    def empty_like(self, batch: int | None = None) -> PagedStore:
+        """Return an empty store of the same kind in the same arena."""
+        store = PagedStore(
+            self.layout,
+            self.num_kv_heads,
+            self.dtype,
+            self.device,
+            self.arena,
+            batch=self.batch if batch is None else batch,
+            capacity=self.capacity,
+        )
+        store.materializations = self.materializations
+        return store
+
+    def same_tokens(self, other: PagedStore) -> bool:
+        """Whether both stores hold the same pages, lengths and padding."""
+        return (
+            self.arena is other.arena
+            and (self.k_len, self.v_len, self._starts) == (other.k_len, other.v_len, other._starts)
+            and self._rows == other._rows
+        )
+
+    def materialize(
+        self, role: Role, length: int | None = None, operator: str = "materialize"
+    ) -> torch.Tensor:
+        """Return the dense tensor [B, K, T, D] of one role, and count that it was needed.
+
+        Padding rows are zeros. Of a static store T is the capacity, and positions beyond the
+        length are zeros.
+
+        Raises:
+            StaleHandleError: If fewer than `length` tokens are stored.
+        """
+        self.materializations[operator] += 1
+        stored = self.role_length(role)
+        cell = self.cells.get(role)
+        if cell is not None and cell.dense is not None:
+            return cell.dense.clone()
+        if self.capacity is None:
+            wanted = stored if length is None else length
+            if wanted > stored:
+                raise StaleHandleError(
+                    f"{wanted} tokens of {role.upper()} were asked for, but only {stored} are "
+                    "stored: the cache was truncated in the meantime; take a new handle from it"
+                )
+            return self._gather(role, wanted)
+        dense = torch.zeros(self.shape(role, stored), dtype=self.dtype, device=self.device)
+        dense[:, :, :stored] = self._gather(role, stored)
+        return dense
+
+    def stored_bytes(self) -> StoreBytes:
+        """Return the exact bytes by part."""
+        kept = max(self.k_len, self.v_len)
+        size = self.layout.page_size
+        filled: dict[int, int] = {}
+        for row, start in zip(self._rows, self._starts, strict=True):
+            for number, page in enumerate(row):
+                tokens = min(max(kept - start - number * size, 0), size)
+                filled[page] = max(filled.get(page, 0), tokens)
+        codes = sum(filled.values()) * self.arena.page_bytes // size
+        return StoreBytes(
+            codes=codes,
+            slack=len(filled) * self.arena.page_bytes - codes,
+            block_table=self.block_table.nbytes,
+            starts=self.starts.nbytes,
+            state=self.state.nbytes + sum(anchor.nbytes for anchor in self.anchors.values()),
+            dense=sum(tensor.nbytes for cell in self.cells.values() for tensor in cell.tensors()),
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return every tensor the store owns outside its arena."""
+        cells = [tensor for cell in self.cells.values() for tensor in cell.tensors()]
+        return [self.state, self.block_table, self.starts, *self.anchors.values(), *cells]
+
+    def _gather(self, role: Role, length: int) -> torch.Tensor:
+        if not length:
+            shape = list(self.shape(role, 0))
+            shape[2] = 0
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return launch.gather(self, role, 0, length)
+
+    def _pages_for(self, tokens: int) -> int:
+        return max(0, -(-tokens // self.layout.page_size))
+
+    def _own_pages(self, past_len: int, end: int) -> None:
+        """Make every page that holds tokens from `past_len` to `end` exist and be ours alone."""
+        shared: list[tuple[int, int]] = []
+        missing: list[int] = []
+        for b, (row, start) in enumerate(zip(self._rows, self._starts, strict=True)):
+            first = max(past_len - start, 0) // self.layout.page_size
+            later = range(first, len(row))
+            shared += [(b, n) for n in later if self.arena.references(row[n]) > 1]
+            missing.append(max(self._pages_for(end - start) - len(row), 0))
+        fresh = iter(self.arena.allocate(sum(missing)))
+        for b, count in enumerate(missing):
+            if count:
+                self._rows[b] += [next(fresh) for _ in range(count)]
+                self._write_row(b, len(self._rows[b]) - count)
+        for b, n in shared:
+            # Two rows may have shared the page with each other only; the first copy ends that.
+            if self.arena.references(self._rows[b][n]) > 1:
+                old, self._rows[b][n] = self._rows[b][n], self.arena.copy_page(self._rows[b][n])
+                self.arena.release([old])
+                self._write_row(b, n)
+        self._words[0] = self.arena.table_address
+        self._words[4] = self.arena.shift
+        reach = zip(self._rows, self._starts, strict=True)
+        self._writable = min(
+            (start + len(row) * self.layout.page_size for row, start in reach), default=0
+        )
+        if self.capacity is not None:
+            self._writable = min(self._writable, self.capacity)
+
+    def _sharing(self, rows: list[list[int]], starts: list[int]) -> PagedStore:
+        result = self.empty_like(len(rows))
+        result.k_len, result.v_len = self.k_len, self.v_len
+        kept = max(self.k_len, self.v_len)
+        result._write_starts(starts)
+        for b, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            pages = row[: self._pages_for(kept - start)]
+            self.arena.retain(pages)
+            result._rows[b] += pages
+            result._write_row(b, 0)
+        result._words[0] = self.arena.table_address
+        result._words[4] = self.arena.shift
+        self._writable = 0
+        return result
+
+    def _write_starts(self, starts: list[int]) -> None:
+        self._starts = starts
+        self._padded = any(starts)
+        (ctypes.c_int32 * self.batch).from_address(self.starts.data_ptr())[:] = starts
+
+    def _write_row(self, row: int, first: int) -> None:
+        """Copy the page ids of a row, from index `first` on, to the block table."""
+        pages = self._rows[row]
+        columns = self.block_table.shape[1]
+        if len(pages) > columns:
+            wider = torch.zeros(self.batch, max(len(pages), columns * 2), dtype=torch.int32)
+            wider[:, :columns] = self.block_table
+            self._set_block_table(wider)
+            columns = wider.shape[1]
+        begin = row * columns
+        self._table[begin + first : begin + len(pages)] = pages[first:]
+
+    def _set_block_table(self, table: torch.Tensor) -> None:
+        self.block_table = table
+        self._table = (ctypes.c_int32 * table.numel()).from_address(table.data_ptr())
+        self._words[1] = table.data_ptr()
+        self._words[2] = table.shape[1]
+
+
+def _release_rows(arena: Arena, rows: list[list[int]]) -> None:
+    arena.release([page for row in rows for page in row])
