@@ -31,7 +31,7 @@ export CXX
 .DELETE_ON_ERROR:
 
 demo: setup model
-	$(BIN)/python examples/demo.py $(ARGS)
+	$(BIN)/python -m examples.demo $(ARGS)
 
 test: setup model
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
@@ -44,6 +44,7 @@ check: $(VENV)/.dev
 	$(BIN)/python tools/check_sizes.py
 
 bench: setup model
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -x -n $(JOBS) -m "not slow" tests/end_to_end
 	$(BIN)/python -m benchmarks.decode $(ARGS)
 
 golden: setup

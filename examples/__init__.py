@@ -1,0 +1,1 @@
+"""Small programs that show how kvcompile is used, and the demonstration."""
