@@ -93,7 +93,7 @@ class RecordLayout:
 
     def unpack(self, record: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return uint8[..., record_bytes] as k[..., P, Dk] and v[..., P, Dv], bit for bit."""
-        k_part, v_part = record.split([self.k_bytes, self.v_bytes], dim=-1)
+        k_part, v_part = record[..., : self.v_offset], record[..., self.v_offset :]
         k = get_format(self.k_format).decode(
             "k", k_part, page_size=self.page_size, head_dim=self.head_dim_qk
         )

@@ -83,7 +83,7 @@ class KernelSpec:
         parts = [self.op, self.isa, self.dtype, f"k{self.k_format}", f"v{self.v_format}", dims]
         if self.op == "attend":
             assert self.mask is not None
-            mask = self.mask
+            mask: str = self.mask
             if self.mask_dtype not in (None, self.dtype):
                 mask += f"_m{self.mask_dtype}"
             queries = "q1" if self.queries == "one" else f"q{MOST_QUERIES}"

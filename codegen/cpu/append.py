@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from kvcompile.codegen.cpu.isa import ISAS
 from kvcompile.codegen.cpu.pages import (
-    INCLUDES,
-    bytes_per_token,
-    index_text,
+    copy_kernel,
     part_format,
     record_layout,
-    store_text,
     supports_pages,
 )
-from kvcompile.codegen.cpu.scalars import CTYPE, convert, scalar_text
-from kvcompile.codegen.cpu.text import comment, join_sections, render
+from kvcompile.codegen.cpu.scalars import CTYPE, convert
+from kvcompile.codegen.cpu.text import render
 from kvcompile.codegen.formats import Role, padded_channels
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import KernelSpec
@@ -84,20 +80,6 @@ class AppendGenerator:
 
     def generate(self, spec: KernelSpec) -> KernelSource:
         """Print the kernel of `spec`."""
-        isa = ISAS[spec.isa]
-        glossary = comment(
-            [
-                f"{spec.symbol}: new K and V into pages",
-                "",
-                "B rows   K KV heads   S new tokens   "
-                f"Dk {spec.head_dim_qk}   Dv {spec.head_dim_vo}   P {spec.page_size}",
-                f"k_BKSD, v_BKSD  {spec.dtype}",
-                f"record  K {spec.k_format}, V {spec.v_format}: {bytes_per_token(spec)}",
-                "Only the slots of the new tokens are written, pad channels as zeros.",
-            ]
-        )
-        words = {spec.dtype, spec.k_format, spec.v_format}
-        intrinsics = "#include <immintrin.h>" if isa.f16c and "fp16" in words else ""
         main = render(
             MAIN,
             symbol=spec.symbol,
@@ -107,15 +89,5 @@ class AppendGenerator:
             page_size=spec.page_size,
             v_offset=record_layout(spec).v_offset,
         )
-        text = join_sections(
-            glossary,
-            INCLUDES.strip("\n") + ("\n" + intrinsics if intrinsics else ""),
-            scalar_text(words, f16c=isa.f16c) if len(words) > 1 else "",
-            store_text(spec),
-            index_text(spec, "k"),
-            index_text(spec, "v"),
-            _write_text(spec, "k"),
-            _write_text(spec, "v"),
-            main,
-        )
-        return KernelSource(spec, text)
+        parts = (_write_text(spec, "k"), _write_text(spec, "v"), main)
+        return copy_kernel(spec, "new K and V into their pages", "k_BKSD, v_BKSD", *parts)

@@ -187,7 +187,7 @@ class AttendGenerator:
         """Print the kernel of `spec`."""
         shape = AttendShape(spec)
         storage = {spec.k_format, spec.v_format}
-        scalars = {spec.dtype} | ({spec.mask_dtype} if spec.mask_dtype else set())
+        scalars: set[str] = {spec.dtype} | ({spec.mask_dtype} if spec.mask_dtype else set())
         if not shape.isa.f16c:
             scalars |= storage
         vectors = shape.isa.vector_text(
@@ -196,8 +196,11 @@ class AttendGenerator:
         text = join_sections(
             _glossary(shape),
             INCLUDES,
-            *((vectors, scalar_text(scalars, f16c=True)) if shape.isa.f16c
-              else (scalar_text(scalars, f16c=False), vectors)),
+            *(
+                (vectors, scalar_text(scalars, f16c=True))
+                if shape.isa.f16c
+                else (scalar_text(scalars, f16c=False), vectors)
+            ),
             store_text(spec),
             load_page_text(spec, shape.isa),
             _structs(shape),
@@ -230,7 +233,7 @@ def _glossary(shape: AttendShape) -> str:
         [
             f"{spec.symbol}: out = softmax(q K^T * scale + mask) V, K and V in pages",
             "",
-            f"B rows   K KV heads   G {shape.group} query heads per KV head   H = K * G query heads",
+            f"B rows   K KV heads   G {shape.group} query heads per KV head   H = K * G",
             f"S {queries} query tokens   T kv_len tokens   "
             f"Dk {spec.head_dim_qk}   Dv {spec.head_dim_vo}   P {spec.page_size}",
             f"q_BHSD, out_BHSD  {spec.dtype}; strides in elements, the last one is 1",

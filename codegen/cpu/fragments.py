@@ -141,7 +141,8 @@ static void online_softmax(float* s, int tokens, float& m, float& l) {
 """
 
 ACCUMULATE = """
-// accumulate: o[row][c] = sum over the chunk's tokens of p[row][t] * V[t][c], VECS vectors from c on
+// accumulate: o[row][c] = sum over the chunk's tokens of p[row][t] * V[t][c], for VECS vectors of
+// channels from c on
 template <int ROWS, int VECS>
 static inline void ${half}accumulate(const Chunk& chunk, const float* p, int c, float* o) {
   vec sum[ROWS][VECS];

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from kvcompile.codegen.cpu.isa import ISAS
 from kvcompile.codegen.cpu.pages import (
-    INCLUDES,
-    bytes_per_token,
-    index_text,
+    copy_kernel,
     part_format,
     record_layout,
-    store_text,
     supports_pages,
 )
-from kvcompile.codegen.cpu.scalars import CTYPE, convert, scalar_text
-from kvcompile.codegen.cpu.text import comment, join_sections, render
+from kvcompile.codegen.cpu.scalars import CTYPE, convert
+from kvcompile.codegen.cpu.text import render
 from kvcompile.codegen.formats import Role
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import KernelSpec
@@ -82,19 +78,6 @@ class GatherGenerator:
 
     def generate(self, spec: KernelSpec) -> KernelSource:
         """Print the kernel of `spec`."""
-        isa = ISAS[spec.isa]
-        glossary = comment(
-            [
-                f"{spec.symbol}: stored K and V as dense tensors",
-                "",
-                "B rows   K KV heads   T tokens   "
-                f"Dk {spec.head_dim_qk}   Dv {spec.head_dim_vo}   P {spec.page_size}",
-                f"k_BKTD, v_BKTD  {spec.dtype}",
-                f"record  K {spec.k_format}, V {spec.v_format}: {bytes_per_token(spec)}",
-            ]
-        )
-        words = {spec.dtype, spec.k_format, spec.v_format}
-        intrinsics = "#include <immintrin.h>" if isa.f16c and "fp16" in words else ""
         main = render(
             MAIN,
             symbol=spec.symbol,
@@ -106,15 +89,5 @@ class GatherGenerator:
             head_dim_vo=spec.head_dim_vo,
             v_offset=record_layout(spec).v_offset,
         )
-        text = join_sections(
-            glossary,
-            INCLUDES.strip("\n") + ("\n" + intrinsics if intrinsics else ""),
-            scalar_text(words, f16c=isa.f16c) if len(words) > 1 else "",
-            store_text(spec),
-            index_text(spec, "k"),
-            index_text(spec, "v"),
-            _read_text(spec, "k"),
-            _read_text(spec, "v"),
-            main,
-        )
-        return KernelSource(spec, text)
+        parts = (_read_text(spec, "k"), _read_text(spec, "v"), main)
+        return copy_kernel(spec, "stored K and V as dense tensors", "k_BKTD, v_BKTD", *parts)

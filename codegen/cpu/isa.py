@@ -64,8 +64,7 @@ class Isa:
         texts = [words.VECTOR, EXP2_FRACTION, words.EXP2]
         if masked:
             texts.append(words.MASKED)
-        for dtype in sorted(storage - {"fp32"}):
-            texts.append(getattr(words, f"LOAD_{dtype.upper()}"))
+        texts += [getattr(words, f"LOAD_{name.upper()}") for name in sorted(storage - {"fp32"})]
         if half:
             suffixes = {"fp32": "", "bf16": "_BF16", "fp16": "_FP16"}
             texts += [getattr(words, "HALF_LOAD" + suffixes[dtype]) for dtype in sorted(storage)]
@@ -78,9 +77,7 @@ ISAS: dict[IsaName, Isa] = {
         lanes=16,
         accumulators=24,
         flags=("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
-        cpu_flags=frozenset(
-            {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
-        ),
+        cpu_flags=frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"}),
         vocabulary=vector_avx512,
     ),
     "avx2": Isa(
@@ -146,6 +143,4 @@ def require_isa(name: str) -> IsaName:
                     f"instruction set {name!r} needs {', '.join(missing)}, which this CPU lacks"
                 )
             return known
-    raise UnsupportedKernelError(
-        f"unknown instruction set {name!r}; known: {', '.join(ISAS)}"
-    )
+    raise UnsupportedKernelError(f"unknown instruction set {name!r}; known: {', '.join(ISAS)}")

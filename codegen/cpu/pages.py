@@ -5,13 +5,13 @@ The torch twin of these texts is `codegen/formats`; the tests hold the two toget
 
 from __future__ import annotations
 
-from kvcompile.codegen.cpu.isa import Isa
-from kvcompile.codegen.cpu.scalars import CTYPE
-from kvcompile.codegen.cpu.text import render
+from kvcompile.codegen.cpu.isa import ISAS, Isa
+from kvcompile.codegen.cpu.scalars import CTYPE, scalar_text
+from kvcompile.codegen.cpu.text import comment, join_sections, render
 from kvcompile.codegen.errors import UnsupportedKernelError
 from kvcompile.codegen.formats import Role, get_format, padded_channels
 from kvcompile.codegen.layout import PAGE_SIZES, RecordLayout
-from kvcompile.codegen.source import Supported, Unsupported
+from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import KernelSpec
 
 INCLUDES = """
@@ -202,3 +202,38 @@ def bytes_per_token(spec: KernelSpec) -> str:
     layout = record_layout(spec)
     k, v = layout.k_bytes / spec.page_size, layout.v_bytes / spec.page_size
     return f"{k:g} (K) + {v:g} (V) = {k + v:g} bytes per cached token and KV head"
+
+
+def copy_kernel(spec: KernelSpec, title: str, tensors: str, *parts: str) -> KernelSource:
+    """Assemble a kernel that moves words between dense tensors and records.
+
+    Args:
+        spec: What to print.
+        title: One line that says what the kernel does.
+        tensors: Names of the dense tensors.
+        *parts: The functions that are special to it.
+    """
+    glossary = comment(
+        [
+            f"{spec.symbol}: {title}",
+            "",
+            "B rows   K KV heads   S, T tokens   "
+            f"Dk {spec.head_dim_qk}   Dv {spec.head_dim_vo}   P {spec.page_size}",
+            f"{tensors}  {spec.dtype}; strides in elements, the last one is 1",
+            f"record  K {spec.k_format}, V {spec.v_format}: {bytes_per_token(spec)}",
+        ]
+    )
+    words = {spec.dtype, spec.k_format, spec.v_format}
+    f16c = ISAS[spec.isa].f16c
+    converts = len(words) > 1
+    text = join_sections(
+        glossary,
+        INCLUDES,
+        "#include <immintrin.h>" if converts and f16c and "fp16" in words else "",
+        scalar_text(words, f16c=f16c) if converts else "",
+        store_text(spec),
+        index_text(spec, "k"),
+        index_text(spec, "v"),
+        *parts,
+    )
+    return KernelSource(spec, text)

@@ -103,7 +103,9 @@ class AttendShape:
         """Return (first channel, vectors) of the blocks whose sums fit the registers."""
         lanes = self.isa.lanes
         blocks, channel = [], 0
-        for vectors in split_evenly(self.v_channels // lanes, max(1, self.isa.accumulators // rows)):
+        for vectors in split_evenly(
+            self.v_channels // lanes, max(1, self.isa.accumulators // rows)
+        ):
             blocks.append((channel, vectors))
             channel += vectors * lanes
         return blocks

@@ -58,9 +58,7 @@ def _find_compiler(command: str, path: str) -> Compiler:
     return Compiler(full, (answer.stdout.splitlines() or [""])[0])
 
 
-def compile_shared(
-    compiler: Compiler, source: Path, output: Path, flags: tuple[str, ...]
-) -> None:
+def compile_shared(compiler: Compiler, source: Path, output: Path, flags: tuple[str, ...]) -> None:
     """Compile `source` to the shared library `output`.
 
     Raises:

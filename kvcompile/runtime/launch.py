@@ -1,0 +1,389 @@
+"""Launching kernels on stores: `append`, `attend` and `gather` on tensors.
+
+Each call finds its launcher in a dictionary, takes addresses and strides, and makes one foreign
+call; everything that can be decided once is decided in a launcher's closure. Where a kernel cannot
+be had, the same call runs in plain torch and one remark says so.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from kvcompile.codegen.cpu.compile import Kernel, load
+from kvcompile.codegen.cpu.isa import detect_isa
+from kvcompile.codegen.errors import (
+    CompilerNotFoundError,
+    KernelCompilationError,
+    UnsupportedKernelError,
+)
+from kvcompile.codegen.formats import Role
+from kvcompile.codegen.layout import RecordLayout
+from kvcompile.codegen.spec import MOST_QUERIES, DTypeName, KernelSpec, MaskKind, Op
+from kvcompile.passes.ir.remarks import Remark, emit
+from kvcompile.runtime import torch_path
+
+DTYPE_NAMES: dict[torch.dtype, DTypeName] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+
+class Store(Protocol):
+    """What a launch needs of a page store."""
+
+    layout: RecordLayout
+    num_kv_heads: int
+    dtype: torch.dtype
+    batch: int
+    state: torch.Tensor
+
+
+Append = Callable[[Store, torch.Tensor | None, torch.Tensor | None, int], None]
+Attend = Callable[[Store, torch.Tensor, torch.Tensor | None, bool, float, int], torch.Tensor]
+Gather = Callable[[Store, Role, int, int], torch.Tensor]
+
+_appends: dict[object, Append] = {}
+_attends: dict[object, Attend] = {}
+_gathers: dict[object, Gather] = {}
+
+
+def append(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
+    """Write k, v [B, K, S, D] as the tokens from `past_len` on of every row.
+
+    The pages must be there. Tokens of left padding are skipped; nothing else is touched.
+
+    Args:
+        store: The store.
+        k: New keys, any strides, or None to leave them alone.
+        v: New values of the same dtype, or None.
+        past_len: Position of the first new token.
+
+    Raises:
+        ValueError: Shapes do not fit the store.
+    """
+    new = k if k is not None else v
+    if new is None:
+        return
+    key = (store.layout.symbol, new.dtype)
+    launcher = _appends.get(key)
+    if launcher is None:
+        kernel = _kernel(store.layout, new.dtype, "append")
+        launcher = torch_path.append if kernel is None else _append_launcher(kernel)
+        _appends[key] = launcher
+    launcher(store, k, v, past_len)
+
+
+def attend(
+    store: Store,
+    q: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_len: int,
+) -> torch.Tensor:
+    """Return attention of q [B, H, S, Dk] over the first `kv_len` tokens, left padding excluded.
+
+    Args:
+        store: The store.
+        q: Queries of 1 to 16 tokens.
+        mask: Broadcasts to [B, H, S, at least kv_len]; bool (True is visible) or additive.
+        causal: Query token s sees the tokens t <= s; only without a mask.
+        scale: Factor of the scores.
+        kv_len: Tokens to look at, left padding included.
+
+    Returns:
+        [B, H, S, Dv] of q's dtype, in the memory order of [B, S, H, Dv].
+
+    Raises:
+        ValueError: Shapes do not fit the store, or a mask comes with `causal`.
+    """
+    rule: object = causal if mask is None else mask.dtype
+    group = q.shape[1] // store.num_kv_heads
+    key = (store.layout.symbol, q.dtype, group, rule, q.shape[2] == 1)
+    launcher = _attends.get(key)
+    if launcher is None:
+        launcher = _attends[key] = _new_attend(store, q, mask, causal=causal)
+    return launcher(store, q, mask, causal, scale, kv_len)
+
+
+def gather(store: Store, role: Role, start: int, stop: int) -> torch.Tensor:
+    """Return the tokens start..stop-1 of one role, dense [B, K, T, D]; left padding is zeros."""
+    key = (store.layout.symbol, store.dtype)
+    launcher = _gathers.get(key)
+    if launcher is None:
+        kernel = _kernel(store.layout, store.dtype, "gather")
+        launcher = torch_path.gather if kernel is None else _gather_launcher(kernel)
+        _gathers[key] = launcher
+    return launcher(store, role, start, stop)
+
+
+def prepare(spec: KernelSpec) -> bool:
+    """Compile and load a kernel ahead of its first call; return whether it can be had."""
+    return _load(spec) is not None
+
+
+def forget_launchers() -> None:
+    """Forget every choice between kernel and torch, so that the environment is read again."""
+    for launchers in (_appends, _attends, _gathers):
+        launchers.clear()
+
+
+def _kernel(
+    layout: RecordLayout,
+    dtype: torch.dtype,
+    op: Op,
+    *,
+    group: int | None = None,
+    mask: MaskKind | None = None,
+    mask_dtype: torch.dtype | None = None,
+    one: bool = True,
+) -> Kernel | None:
+    """Return the kernel for these tensors, or None after a remark."""
+    name = DTYPE_NAMES.get(dtype)
+    if name is None:
+        _remark(f"no {op} kernel takes {dtype}")
+        return None
+    try:
+        isa = detect_isa()
+    except UnsupportedKernelError as error:
+        _remark(str(error))
+        return None
+    spec = KernelSpec(
+        op=op,
+        isa=isa,
+        dtype=name,
+        k_format=layout.k_format,
+        v_format=layout.v_format,
+        head_dim_qk=layout.head_dim_qk,
+        head_dim_vo=layout.head_dim_vo,
+        page_size=layout.page_size,
+        q_heads_per_kv_head=group,
+        mask=mask,
+        mask_dtype=None if mask_dtype is None else DTYPE_NAMES[mask_dtype],
+        queries=None if op != "attend" else "one" if one else "few",
+    )
+    return _load(spec)
+
+
+def _load(spec: KernelSpec) -> Kernel | None:
+    if os.environ.get("KVCOMPILE_CPU_KERNELS") == "reference":
+        _remark("KVCOMPILE_CPU_KERNELS=reference asks for it")
+        return None
+    try:
+        return load(spec)
+    except (CompilerNotFoundError, KernelCompilationError, UnsupportedKernelError) as error:
+        _remark(str(error))
+        return None
+
+
+def _remark(reason: str) -> None:
+    """Say once per process that plain torch stands in for the kernels."""
+    emit(
+        Remark(
+            kind="missed",
+            code="KVC501",
+            origin="launch",
+            site="",
+            where="",
+            reason=f"K and V are appended and read in plain torch, which is slow: {reason}",
+            hint="Install g++, or name a working C++ compiler in CXX.",
+        ),
+        once="fallback",
+    )
+
+
+def _append_launcher(kernel: Kernel) -> Append:
+    call, threads = kernel.call, torch.get_num_threads
+    k_dim, v_dim = kernel.spec.head_dim_qk, kernel.spec.head_dim_vo
+
+    def launch(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
+        heads, new_len = store.num_kv_heads, 0
+        k_part = v_part = _NOTHING
+        if k is not None:
+            new_len = k.shape[2]
+            if k.shape != (store.batch, heads, new_len, k_dim):
+                raise ValueError(f"keys {tuple(k.shape)} do not fit {store!r}")
+            k_part, k = _part(k)
+        if v is not None:
+            if k is not None and (v.dtype != k.dtype or v.shape[2] != new_len):
+                raise ValueError(f"values {v.dtype} {tuple(v.shape)} do not go with the keys")
+            new_len = v.shape[2]
+            if v.shape != (store.batch, heads, new_len, v_dim):
+                raise ValueError(f"values {tuple(v.shape)} do not fit {store!r}")
+            v_part, v = _part(v)
+        state = store.state.data_ptr()
+        _check(call(state, *k_part, *v_part, heads, past_len, new_len, threads()), kernel)
+
+    return launch
+
+
+_NOTHING = (0, 0, 0, 0)
+
+
+def _part(x: torch.Tensor) -> tuple[tuple[int, int, int, int], torch.Tensor]:
+    """Return address and strides of x [B, K, S, D], and the tensor that they belong to."""
+    row, head, token, channel = x.stride()
+    if channel != 1 and x.shape[3] != 1:
+        x = x.contiguous()
+        row, head, token, _ = x.stride()
+    return (x.data_ptr(), row, head, token), x
+
+
+def _gather_launcher(kernel: Kernel) -> Gather:
+    call, threads = kernel.call, torch.get_num_threads
+    dims: dict[Role, int] = {"k": kernel.spec.head_dim_qk, "v": kernel.spec.head_dim_vo}
+
+    def launch(store: Store, role: Role, start: int, stop: int) -> torch.Tensor:
+        heads = store.num_kv_heads
+        dense = torch.empty((store.batch, heads, stop - start, dims[role]), dtype=store.dtype)
+        part, _ = _part(dense)
+        parts = (*part, *_NOTHING) if role == "k" else (*_NOTHING, *part)
+        _check(call(store.state.data_ptr(), *parts, heads, start, stop, threads()), kernel)
+        return dense
+
+    return launch
+
+
+def _new_attend(
+    store: Store, q: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
+) -> Attend:
+    """Choose how queries and masks of these dtypes are served, after checking what is fixed."""
+    if mask is not None and causal:
+        raise ValueError("attention is either causal or has a mask")
+    if q.shape[1] % store.num_kv_heads:
+        raise ValueError(f"{q.shape[1]} query heads do not share {store.num_kv_heads} KV heads")
+    kind: MaskKind = "causal" if causal else "none"
+    mask_dtype = None
+    if mask is not None:
+        kind = "bool" if mask.dtype is torch.bool else "additive"
+        if kind == "additive":
+            mask_dtype = q.dtype if mask.dtype == q.dtype else torch.float32
+    kernel = _kernel(
+        store.layout,
+        q.dtype,
+        "attend",
+        group=q.shape[1] // store.num_kv_heads,
+        mask=kind,
+        mask_dtype=mask_dtype,
+        one=q.shape[2] == 1,
+    )
+    return torch_path.attend if kernel is None else _attend_launcher(kernel, mask_dtype)
+
+
+def _attend_launcher(kernel: Kernel, mask_dtype: torch.dtype | None) -> Attend:
+    call, threads, scratch = kernel.call, torch.get_num_threads, _scratch_of(kernel)
+    k_dim, v_dim = kernel.spec.head_dim_qk, kernel.spec.head_dim_vo
+    group = kernel.spec.q_heads_per_kv_head
+    assert group is not None
+
+    def launch(
+        store: Store,
+        q: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        scale: float,
+        kv_len: int,
+    ) -> torch.Tensor:
+        kv_heads, batch = store.num_kv_heads, store.batch
+        heads, queries = group * kv_heads, q.shape[2]
+        if q.shape != (batch, heads, queries, k_dim) or queries > MOST_QUERIES:
+            raise ValueError(f"queries {tuple(q.shape)} do not fit {store!r}")
+        out = torch.empty_strided(
+            (batch, heads, queries, v_dim),
+            (queries * heads * v_dim, v_dim, heads * v_dim, 1),
+            dtype=q.dtype,
+        )
+        q_part, q = _part(q)
+        mask_part = _NO_MASK
+        if mask is not None:
+            if mask_dtype is not None and mask.dtype != mask_dtype:
+                mask = mask.to(mask_dtype)
+            mask_part = _mask_part(mask, (batch, heads, queries, kv_len))
+        status = call(
+            store.state.data_ptr(),
+            *q_part,
+            out.data_ptr(),
+            queries * heads * v_dim,
+            v_dim,
+            heads * v_dim,
+            *mask_part,
+            kv_heads,
+            queries,
+            kv_len,
+            scratch(batch, kv_heads, queries, kv_len),
+            threads(),
+            scale,
+        )
+        _check(status, kernel)
+        return out
+
+    return launch
+
+
+_NO_MASK = (0, 0, 0, 0, 0)
+
+
+def _mask_part(
+    mask: torch.Tensor, sizes: tuple[int, int, int, int]
+) -> tuple[int, int, int, int, int]:
+    """Return address and strides of a mask that broadcasts to `sizes`, its last size a minimum.
+
+    Raises:
+        ValueError: It does not broadcast.
+    """
+    missing = 4 - mask.dim()
+    shape = (1,) * missing + tuple(mask.shape)
+    stride = (0,) * missing + mask.stride()
+    fits = missing >= 0 and (shape[3] == 1 or shape[3] >= sizes[3])
+    strides = [0, 0, 0, 0]
+    for dim in range(4):
+        if fits and shape[dim] != 1:
+            strides[dim] = stride[dim]
+            fits = dim == 3 or shape[dim] == sizes[dim]
+    if not fits:
+        raise ValueError(f"a mask {tuple(mask.shape)} does not broadcast to {sizes}")
+    return (mask.data_ptr(), strides[0], strides[1], strides[2], strides[3])
+
+
+class _Scratch(threading.local):
+    """One buffer per thread that only grows; kernels leave nothing in it between calls."""
+
+    address = 0
+    size = 0
+    buffer: torch.Tensor | None = None
+
+
+_scratch = _Scratch()
+_SCRATCH_STEP = 4096
+"""Sizes are asked for in steps of tokens, so that most calls find theirs in a dictionary."""
+
+
+def _scratch_of(kernel: Kernel) -> Callable[[int, int, int, int], int]:
+    """Return a function from (batch, KV heads, queries, kv_len) to the address of a buffer."""
+    sizes: dict[tuple[int, int, int, int], int] = {}
+    scratch_bytes = kernel.scratch_bytes
+    assert scratch_bytes is not None
+
+    def address(batch: int, kv_heads: int, queries: int, kv_len: int) -> int:
+        steps = kv_len // _SCRATCH_STEP + 1
+        key = (batch, kv_heads, queries, steps)
+        size = sizes.get(key)
+        if size is None:
+            size = sizes[key] = scratch_bytes(batch, kv_heads, queries, steps * _SCRATCH_STEP)
+        if size > _scratch.size:
+            _scratch.buffer = torch.empty(size, dtype=torch.uint8)
+            _scratch.address, _scratch.size = _scratch.buffer.data_ptr(), size
+        return _scratch.address
+
+    return address
+
+
+def _check(status: int, kernel: Kernel) -> None:
+    if status:
+        raise ValueError(f"{kernel.spec} rejects its arguments (status {status})")
