@@ -38,6 +38,11 @@ class DenseCell:
         """Whether the dense tensor, or a view of it, was written."""
         return self.dense is not None and self.dense._version != self._version
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of anchor and dense tensor."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
     def fill(self, dense: torch.Tensor) -> torch.Tensor:
         """Keep `dense` from now on; it must not be an inference tensor."""
         self.dense = dense

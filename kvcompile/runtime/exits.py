@@ -19,11 +19,13 @@ TIME = 2
 
 # A view made in the dispatcher has the handle as its autograd base, which Dynamo cannot
 # rebuild; taken from the dense tensor in Python it is a view of ordinary memory.
+# fmt: off
 VIEW_METHODS = (
-    "as_strided diagonal expand expand_as flatten movedim moveaxis permute ravel reshape "
-    "reshape_as select squeeze swapaxes swapdims t transpose unbind unflatten unfold unsqueeze "
-    "view view_as"
-).split()
+    "as_strided", "diagonal", "expand", "expand_as", "flatten", "movedim", "moveaxis", "permute",
+    "ravel", "reshape", "reshape_as", "select", "squeeze", "swapaxes", "swapdims", "t",
+    "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as",
+)
+# fmt: on
 
 
 class PythonExits(torch.Tensor):
@@ -61,7 +63,7 @@ class PythonExits(torch.Tensor):
         else:
             self.turn_dense("setitem")[index] = value
 
-    def narrow(self, dim: int, start: Any, length: int) -> torch.Tensor:
+    def narrow(self, dim: int, start: Any, length: Any) -> torch.Tensor:
         """Return tokens or channels start .. start + length - 1."""
         if self.store is None:
             return super().narrow(dim, start, length)
@@ -73,26 +75,30 @@ class PythonExits(torch.Tensor):
     def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[torch.Tensor, ...]:
         """Return consecutive pieces; a piece that starts at token 0 stays a handle."""
         if self.store is None:
-            return super().split(split_size, dim)
-        return self._pieces([part.shape[dim] for part in self._outline().split(split_size, dim)], dim)
+            return super().split(split_size, dim)  # type: ignore[no-untyped-call, no-any-return]
+        if isinstance(split_size, int):
+            whole, rest = divmod(self.shape[dim], split_size)
+            split_size = [split_size] * whole + [rest] * (rest > 0)
+        return self._pieces(split_size, dim)
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
         """Return `chunks` consecutive pieces; one that starts at token 0 stays a handle."""
         if self.store is None:
             return super().chunk(chunks, dim)
-        return self._pieces([part.shape[dim] for part in self._outline().chunk(chunks, dim)], dim)
+        return self.split(-(-self.shape[dim] // chunks), dim)
 
     def repeat_interleave(
-        self, repeats: int | torch.Tensor, dim: int | None = None, **options: Any
+        self,
+        repeats: Any,
+        dim: int | None = None,
+        *,
+        output_size: int | torch.SymInt | None = None,
     ) -> torch.Tensor:
         """Repeat rows on pages, any other dimension on the dense tensor."""
         if self.store is None or dim is None or dim % self.ndim != 0:
-            return super().repeat_interleave(repeats, dim, **options)
-        rows = torch.arange(self.shape[0]).repeat_interleave(repeats, **options)
+            return super().repeat_interleave(repeats, dim, output_size=output_size)
+        rows = torch.arange(self.shape[0]).repeat_interleave(repeats)
         return self.index_select(0, rows)
-
-    def _outline(self) -> torch.Tensor:
-        return torch.empty(self.shape, device="meta")
 
     def _pieces(self, lengths: Sequence[int], dim: int) -> tuple[torch.Tensor, ...]:
         starts = [sum(lengths[:n]) for n in range(len(lengths))]
@@ -104,7 +110,7 @@ class PythonExits(torch.Tensor):
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """Let numpy read the dense values."""
-        return self.read("numpy").__array__(*args, **kwargs)
+        return self.read("numpy").__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def tolist(self) -> Any:
         """Return the dense values as nested lists."""
@@ -116,7 +122,7 @@ class PythonExits(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the dense tensor: a file must not need the store."""
-        return self.read("pickle").clone().__reduce_ex__(protocol)
+        return self.read("pickle").clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __copy__(self) -> torch.Tensor:
         """Return a handle of the same memory."""

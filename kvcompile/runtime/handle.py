@@ -37,9 +37,11 @@ class KVTensor(PythonExits):
     role: Role
     anchor: torch.Tensor
     cell: DenseCell | None
+    _dynamo_weak_dynamic_indices: set[int]
+    _has_dynamo_dim_marking: bool
 
     # Python-level overrides are methods; everything else arrives in __torch_dispatch__.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(cls, store: PagedStore, role: Role, length: int | None = None) -> KVTensor:
@@ -84,8 +86,12 @@ class KVTensor(PythonExits):
         handle.store, handle.role, handle.anchor, handle.cell = None, "k", anchor, None
         return handle
 
+    def _stable_hash_for_caching(self) -> str:
+        """Return all that a compiled artifact may depend on; sizes may be symbolic."""
+        return f"KVTensor {[str(size) for size in self.shape]} {self.dtype} {self.device}"
+
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: OpOverload,
         types: Sequence[type],
@@ -93,11 +99,11 @@ class KVTensor(PythonExits):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer an operator on pages where that is possible, else on the dense tensor."""
-        from kvcompile.runtime.handle_ops import dispatch  # noqa: PLC0415
+        from kvcompile.runtime.handle_ops import dispatch
 
         return dispatch(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the handle without reading its data."""
         shape = f"shape={tuple(self.shape)}, dtype={self.dtype}"
         if self.store is None:
@@ -114,7 +120,7 @@ class KVTensor(PythonExits):
 
     @property
     def is_written(self) -> bool:
-        """Whether it was written behind the store's back, so that only its dense tensor is right."""
+        """Whether it was written without the store's knowledge: only its dense tensor is right."""
         cell = self._present_cell()
         return cell is not None and cell.is_written
 
@@ -148,9 +154,9 @@ class KVTensor(PythonExits):
             with torch.inference_mode(mode=False):
                 dense = self.store.materialize(self.role, length, operator)
                 cell.fill(dense.clone() if dense.is_inference() else dense)
-        dense = self._present_dense()
-        assert dense is not None
-        return dense
+        present = self._present_dense()
+        assert present is not None
+        return present
 
     def check_writable(self, operator: str) -> None:
         """Refuse a write in a graph of another compiler, which would reach only a copy.

@@ -201,9 +201,7 @@ def _append_eagerly(past: KVTensor, new: torch.Tensor) -> Any:
     length, end = past.length, past.length + new.shape[TIME]
     target = writable_store(past)
     dense = new.detach()
-    target.append(
-        dense if past.role == "k" else None, dense if past.role == "v" else None, length
-    )
+    target.append(dense if past.role == "k" else None, dense if past.role == "v" else None, length)
     target.commit(end, past.role)
     emit(
         Remark(

@@ -84,7 +84,7 @@ def check_masks(
         visible = visible_columns(mask)
         if kv_len > stored and bool(visible[:, stored:].any()):
             raise _gap(kv_len, stored)
-        rows = visible.expand(len(starts), -1)
+        rows = visible.expand(store.batch, -1)
         if any(bool(rows[b, :start].any()) for b, start in enumerate(starts) if start):
             raise _revived(store, "the mask makes it visible")
     _checked.remember(mask, question)

@@ -7,7 +7,6 @@ and count virtual left-padding tokens, which own no page: token t of row b lives
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import torch
 from kvcompile.runtime import launch
 from kvcompile.runtime.errors import CacheFullError, CacheGapError, StaleHandleError
 from kvcompile.runtime.registry import ROLES, Role, anchor_for, register
+from kvcompile.runtime.rows import PageRows
 
 if TYPE_CHECKING:
     from kvcompile.codegen.layout import RecordLayout
@@ -61,7 +61,7 @@ class _Derived:
     roles: set[Role]
 
 
-class PagedStore:
+class PagedStore(PageRows):
     """K and V of one layer.
 
     Attributes:
@@ -69,14 +69,10 @@ class PagedStore:
         num_kv_heads: K.
         dtype: Dtype of the dense K and V it stands for.
         device: Device of pages and handles.
-        arena: Where the pages come from.
-        batch: B, number of rows.
         capacity: Tokens of a static buffer, or None for a cache that grows.
         k_len: Tokens of K, padding included; moved only by `commit` and `truncate`.
         v_len: The same of V. Eager code appends K and V one after the other.
-        state: int64[8], what kernels get.
-        block_table: int32[B, row capacity].
-        starts: int32[B], virtual left-padding tokens of each row.
+        appended: Tokens written by the last `append`, committed or not.
         key: Registry key.
         anchors: Per role the anchor int64[1] of its handles.
         cells: Per role the dense tensor a static buffer was turned into by a write or a view.
@@ -95,45 +91,28 @@ class PagedStore:
         batch: int,
         capacity: int | None = None,
     ) -> None:
+        self.key = register(self)
+        super().__init__(arena, layout.page_size, batch, capacity, self.key)
         self.layout = layout
         self.num_kv_heads = num_kv_heads
         self.dtype = dtype
         self.device = torch.device(device)
-        self.arena = arena
-        self.batch = batch
-        self.capacity = capacity
         self.k_len = 0
         self.v_len = 0
+        self.appended = 0
         self.materializations: Counter[str] = Counter()
         self._handles: list[weakref.ref[KVTensor]] = []
         self.cells: dict[Role, DenseCell] = {}
         self.epoch = 0
         self._derived: _Derived | None = None
-        self.key = register(self)
         self.anchors = {role: anchor_for(self.key, role) for role in ROLES}
-        self.starts = torch.zeros(batch, dtype=torch.int32)
-        self._starts = [0] * batch
-        self._padded = False
-        self._rows: list[list[int]] = [[] for _ in range(batch)]
-        # Tokens up to here can be written without looking at a page; 0 if a page may be shared.
-        self._writable = 0
-        self.state = torch.zeros(8, dtype=torch.int64)
-        self._words = (ctypes.c_int64 * 8).from_address(self.state.data_ptr())
-        columns = 4 if capacity is None else -(-capacity // layout.page_size)
-        self._set_block_table(torch.zeros(batch, columns, dtype=torch.int32))
-        self._words[3] = self.starts.data_ptr()
-        self._words[5] = arena.page_bytes
-        self._words[6] = batch
-        self._words[7] = self.key
-        # Pages go back when the store dies, not when the interpreter ends.
-        weakref.finalize(self, _release_rows, arena, self._rows).atexit = False
 
     def __repr__(self) -> str:
         kind = "grows" if self.capacity is None else f"capacity {self.capacity}"
         return (
             f"PagedStore(key {self.key}, batch {self.batch}, {self.num_kv_heads} KV heads, "
             f"K {self.k_len} and V {self.v_len} tokens, {kind}, "
-            f"{len(self.pages())} pages of {self.layout.page_size})"
+            f"{len(self.filled_pages())} pages of {self.layout.page_size})"
         )
 
     @property
@@ -150,19 +129,6 @@ class PagedStore:
         dim = self.layout.head_dim_qk if role == "k" else self.layout.head_dim_vo
         tokens = length if self.capacity is None else self.capacity
         return (self.batch, self.num_kv_heads, tokens, dim)
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether a row has virtual left padding."""
-        return self._padded
-
-    def start_list(self) -> list[int]:
-        """Return the virtual left-padding tokens of each row."""
-        return list(self._starts)
-
-    def pages(self) -> list[int]:
-        """Return the distinct pages of all rows, in order of first use."""
-        return list(dict.fromkeys(page for row in self._rows for page in row))
 
     def reserve(self, past_len: int, new_len: int, role: Role | None = None) -> None:
         """Make pages for tokens past_len .. past_len + new_len - 1 of every row.
@@ -219,6 +185,7 @@ class PagedStore:
         self.reserve(past_len, new.shape[2], role)
         self.epoch += 1
         launch.append(self, k, v, past_len)
+        self.appended = past_len + new.shape[2]
 
     def commit(self, length: int, role: Role | None = None) -> None:
         """Declare the tokens below `length` stored.
@@ -244,17 +211,7 @@ class PagedStore:
             self.v_len = min(self.v_len, length)
         kept = max(self.k_len, self.v_len)
         self.epoch += 1
-        self._writable = 0
-        dropped: list[int] = []
-        for row, start in zip(self._rows, self._starts, strict=True):
-            needed = self._pages_for(kept - start)
-            dropped += row[needed:]
-            del row[needed:]
-        if dropped:
-            self.arena.release(dropped)
-        if any(start > kept for start in self._starts):
-            # New tokens may take the place of padding: it is virtual only below the length.
-            self._write_starts([min(start, kept) for start in self._starts])
+        self._drop_pages(kept)
 
     def set_starts(self, starts: Sequence[int]) -> None:
         """Declare the first `starts[b]` tokens of each row left padding; they own no page.
@@ -376,23 +333,21 @@ class PagedStore:
         dense[:, :, :stored] = self._gather(role, stored)
         return dense
 
+    def filled_pages(self) -> dict[int, int]:
+        """Return the distinct pages and how many tokens each holds."""
+        return self._filled_pages(max(self.k_len, self.v_len))
+
     def stored_bytes(self) -> StoreBytes:
         """Return the exact bytes by part."""
-        kept = max(self.k_len, self.v_len)
-        size = self.layout.page_size
-        filled: dict[int, int] = {}
-        for row, start in zip(self._rows, self._starts, strict=True):
-            for number, page in enumerate(row):
-                tokens = min(max(kept - start - number * size, 0), size)
-                filled[page] = max(filled.get(page, 0), tokens)
-        codes = sum(filled.values()) * self.arena.page_bytes // size
+        filled = self.filled_pages()
+        codes = sum(filled.values()) * self.arena.page_bytes // self.layout.page_size
         return StoreBytes(
             codes=codes,
             slack=len(filled) * self.arena.page_bytes - codes,
             block_table=self.block_table.nbytes,
             starts=self.starts.nbytes,
             state=self.state.nbytes + sum(anchor.nbytes for anchor in self.anchors.values()),
-            dense=sum(tensor.nbytes for cell in self.cells.values() for tensor in cell.tensors()),
+            dense=sum(cell.nbytes for cell in self.cells.values()),
         )
 
     def tensors(self) -> list[torch.Tensor]:
@@ -407,76 +362,9 @@ class PagedStore:
             return torch.empty(shape, dtype=self.dtype, device=self.device)
         return launch.gather(self, role, 0, length)
 
-    def _pages_for(self, tokens: int) -> int:
-        return max(0, -(-tokens // self.layout.page_size))
-
-    def _own_pages(self, past_len: int, end: int) -> None:
-        """Make every page that holds tokens from `past_len` to `end` exist and be ours alone."""
-        shared: list[tuple[int, int]] = []
-        missing: list[int] = []
-        for b, (row, start) in enumerate(zip(self._rows, self._starts, strict=True)):
-            first = max(past_len - start, 0) // self.layout.page_size
-            later = range(first, len(row))
-            shared += [(b, n) for n in later if self.arena.references(row[n]) > 1]
-            missing.append(max(self._pages_for(end - start) - len(row), 0))
-        fresh = iter(self.arena.allocate(sum(missing)))
-        for b, count in enumerate(missing):
-            if count:
-                self._rows[b] += [next(fresh) for _ in range(count)]
-                self._write_row(b, len(self._rows[b]) - count)
-        for b, n in shared:
-            # Two rows may have shared the page with each other only; the first copy ends that.
-            if self.arena.references(self._rows[b][n]) > 1:
-                old, self._rows[b][n] = self._rows[b][n], self.arena.copy_page(self._rows[b][n])
-                self.arena.release([old])
-                self._write_row(b, n)
-        self._words[0] = self.arena.table_address
-        self._words[4] = self.arena.shift
-        reach = zip(self._rows, self._starts, strict=True)
-        self._writable = min(
-            (start + len(row) * self.layout.page_size for row, start in reach), default=0
-        )
-        if self.capacity is not None:
-            self._writable = min(self._writable, self.capacity)
-
     def _sharing(self, rows: list[list[int]], starts: list[int]) -> PagedStore:
         result = self.empty_like(len(rows))
         result.k_len, result.v_len = self.k_len, self.v_len
-        kept = max(self.k_len, self.v_len)
-        result._write_starts(starts)
-        for b, (row, start) in enumerate(zip(rows, starts, strict=True)):
-            pages = row[: self._pages_for(kept - start)]
-            self.arena.retain(pages)
-            result._rows[b] += pages
-            result._write_row(b, 0)
-        result._words[0] = self.arena.table_address
-        result._words[4] = self.arena.shift
+        result._share(rows, starts, max(self.k_len, self.v_len))
         self._writable = 0
         return result
-
-    def _write_starts(self, starts: list[int]) -> None:
-        self._starts = starts
-        self._padded = any(starts)
-        (ctypes.c_int32 * self.batch).from_address(self.starts.data_ptr())[:] = starts
-
-    def _write_row(self, row: int, first: int) -> None:
-        """Copy the page ids of a row, from index `first` on, to the block table."""
-        pages = self._rows[row]
-        columns = self.block_table.shape[1]
-        if len(pages) > columns:
-            wider = torch.zeros(self.batch, max(len(pages), columns * 2), dtype=torch.int32)
-            wider[:, :columns] = self.block_table
-            self._set_block_table(wider)
-            columns = wider.shape[1]
-        begin = row * columns
-        self._table[begin + first : begin + len(pages)] = pages[first:]
-
-    def _set_block_table(self, table: torch.Tensor) -> None:
-        self.block_table = table
-        self._table = (ctypes.c_int32 * table.numel()).from_address(table.data_ptr())
-        self._words[1] = table.data_ptr()
-        self._words[2] = table.shape[1]
-
-
-def _release_rows(arena: Arena, rows: list[list[int]]) -> None:
-    arena.release([page for row in rows for page in row])
