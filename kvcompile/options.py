@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcompile.codegen.errors import KvcompileError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 KV_CACHE_DTYPES = ("auto",)
 PAGE_SIZES = (16, 32, 64, 128)

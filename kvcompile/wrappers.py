@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
 
 GENERATORS = frozenset({"generate", "generate_batch"})
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from kvcompile.passes.ir.program import Program
 from kvcompile.passes.ir.remarks import Remark
-from kvcompile.passes.ir.result import Missed
-from kvcompile.passes.ir.site import AttentionSite
 from kvcompile.passes.ir.source import where
-from kvcompile.passes.ir.stage import Stage
+
+if TYPE_CHECKING:
+    from kvcompile.codegen.spec import IsaName
+    from kvcompile.passes.ir.program import Program
+    from kvcompile.passes.ir.result import Missed
+    from kvcompile.passes.ir.site import AttentionSite
+    from kvcompile.passes.ir.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class PassOptions:
 
     kv_cache_dtype: str
     page_size: int
-    isa: str
+    isa: IsaName
 
 
 class Pass(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
@@ -11,11 +13,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from kvcompile.passes.base import PassOptions
-from kvcompile.passes.ir.program import Program
 from kvcompile.passes.ir.stage import Stage
 
-aten = torch.ops.aten
+if TYPE_CHECKING:
+    from kvcompile.passes.base import PassOptions
+    from kvcompile.passes.ir.program import Program
+
+IS_HANDLE = "kv_handle"
+"""Metadata of an input: whether it was a handle when the graph was captured."""
 
 
 class Canonicalize:
@@ -45,6 +50,7 @@ class Canonicalize:
             )(*plain)
         for before, after, value in zip(captured, _placeholders(retraced), plain, strict=True):
             after.meta["val"] = value
+            after.meta[IS_HANDLE] = before.meta["example_value"] is not value
             if "tensor_dict" in before.meta:
                 after.meta["tensor_dict"] = before.meta["tensor_dict"]
         retraced.graph.eliminate_dead_code(_is_impure)

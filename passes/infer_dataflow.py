@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from kvcompile.passes.base import PassOptions, missed, passed
-from kvcompile.passes.ir.program import Program
 from kvcompile.passes.ir.result import Missed
-from kvcompile.passes.ir.site import AttentionSite
 from kvcompile.passes.ir.stage import Stage
 from kvcompile.passes.ir.stream import CacheStream, StateUpdate, UpdateKind
 from kvcompile.passes.patterns.layout import (
@@ -18,8 +17,14 @@ from kvcompile.passes.patterns.layout import (
     is_prefix_slice,
     peel,
     strip_repeat_kv,
+    the_dim,
+    the_node,
     value,
 )
+
+if TYPE_CHECKING:
+    from kvcompile.passes.ir.program import Program
+    from kvcompile.passes.ir.site import AttentionSite
 
 aten = torch.ops.aten
 
@@ -60,7 +65,8 @@ def _stream(program: Program, site: AttentionSite) -> CacheStream | Missed:
     for update in (k, v):
         if isinstance(update, Missed):
             return update
-    assert isinstance(k, StateUpdate) and isinstance(v, StateUpdate)
+    assert isinstance(k, StateUpdate)
+    assert isinstance(v, StateUpdate)
     if k.kind != v.kind or k.position is not v.position:
         reason = f"keys are cached by {k.kind} and values by {v.kind}"
         return Missed("KVC205", reason, v.state)
@@ -130,7 +136,9 @@ def _not_cached(what: str, node: fx.Node) -> Missed:
 
 
 def _positions(outputs: tuple[object, ...], node: fx.Node) -> tuple[int, ...]:
-    return tuple(i for i, out in enumerate(outputs) if isinstance(out, fx.Node) and _same(out, node))
+    return tuple(
+        i for i, out in enumerate(outputs) if isinstance(out, fx.Node) and _same(out, node)
+    )
 
 
 def _same(out: fx.Node, node: fx.Node) -> bool:
@@ -142,25 +150,21 @@ def _before(path: _Path) -> _Path | None:
     node = path.node
     peeled = peel(node)
     if peeled is not node:
-        return _Path(_one_step(node), path.swapped)
+        return _Path(the_node(node.args[0]), path.swapped)
     if is_call(node, aten.transpose.int):
-        if {int(d) % 4 for d in node.args[1:3]} == {1, 2}:  # type: ignore[arg-type]
-            return _Path(_node(node.args[0]), not path.swapped)
+        if {the_dim(node, 1), the_dim(node, 2)} == {1, 2}:
+            return _Path(the_node(node.args[0]), not path.swapped)
         return None
-    if is_call(node, aten.permute.default) and list(node.args[1]) == [0, 2, 1, 3]:  # type: ignore[arg-type]
-        return _Path(_node(node.args[0]), not path.swapped)
+    if is_call(node, aten.permute.default) and node.args[1] == [0, 2, 1, 3]:
+        return _Path(the_node(node.args[0]), not path.swapped)
     # transformers slices a static buffer to the prompt when it can drop the mask.
     if is_prefix_slice(node, 1 if path.swapped else 2):
-        inner = _node(node.args[0])
+        inner = the_node(node.args[0])
         if is_call(peel(inner), aten.index_copy_.default, aten.index_copy.default):
             return _Path(inner, path.swapped)
         return None
     stripped = strip_repeat_kv(node)
     return _Path(stripped, path.swapped) if stripped is not node else None
-
-
-def _one_step(node: fx.Node) -> fx.Node:
-    return _node(node.args[0])
 
 
 _Found = tuple[UpdateKind, fx.Node, fx.Node | None, fx.Node | None]
@@ -172,13 +176,11 @@ def _cat(path: _Path) -> _Found | None:
     if not is_call(node, aten.cat.default):
         return None
     parts = node.args[0]
-    dim = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
     if not isinstance(parts, list | tuple) or len(parts) != 2:
         return None
-    rank = node.meta["val"].dim()
-    if rank != 4 or dim % rank != (1 if path.swapped else 2):
+    if node.meta["val"].dim() != 4 or the_dim(node, 1) != (1 if path.swapped else 2):
         return None
-    past, new = _node(parts[0]), _node(parts[1])
+    past, new = the_node(parts[0]), the_node(parts[1])
     past_value = value(past)
     if past_value is not None and past_value.dim() == 1:
         return ("cat", new, None, None)
@@ -191,14 +193,14 @@ def _index_copy(path: _Path) -> _Found | None:
     node = path.node
     if not is_call(node, aten.index_copy_.default, aten.index_copy.default):
         return None
-    buffer, dim, position, new = node.args
-    if int(dim) % 4 != (1 if path.swapped else 2):  # type: ignore[call-overload]
+    buffer, _, position, new = node.args
+    if node.meta["val"].dim() != 4 or the_dim(node, 1) != (1 if path.swapped else 2):
         return None
-    buffer = peel(_node(buffer))
+    buffer = peel(the_node(buffer))
     if buffer.op == "placeholder":
-        return ("index_copy", _node(new), buffer, _node(position))
+        return ("index_copy", the_node(new), buffer, the_node(position))
     if is_call(buffer, aten.zeros.default, aten.new_zeros.default):
-        return ("fresh_index_copy", _node(new), None, _node(position))
+        return ("fresh_index_copy", the_node(new), None, the_node(position))
     return None
 
 
@@ -242,8 +244,3 @@ def _reaches(node: fx.Node, out: fx.Node, depth: int) -> bool:
     if depth == 0 or not node.users:
         return False
     return all(user is out or _reaches(user, out, depth - 1) for user in node.users)
-
-
-def _node(arg: object) -> fx.Node:
-    assert isinstance(arg, fx.Node)
-    return arg

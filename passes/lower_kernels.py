@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-from torch import fx
+from typing import TYPE_CHECKING
 
 from kvcompile.codegen.spec import KernelSpec
 from kvcompile.passes.base import PassOptions, passed
-from kvcompile.passes.ir.plan import StreamPlan
 from kvcompile.passes.ir.program import KernelUse, Program
-from kvcompile.passes.ir.site import AttentionSite
 from kvcompile.passes.ir.stage import Stage
 from kvcompile.passes.plan_formats import EXACT_FORMATS
+
+if TYPE_CHECKING:
+    from kvcompile.passes.ir.plan import StreamPlan
+    from kvcompile.passes.ir.site import AttentionSite
 
 KEPT_META = ("val", "stack_trace", "nn_module_stack", "tensor_dict")
 """Metadata that goes on to the inner compiler; the rest holds nodes of other graphs or handles,

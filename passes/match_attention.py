@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import fx
 
 from kvcompile.passes.base import PassOptions, missed, passed
-from kvcompile.passes.ir.program import Program
 from kvcompile.passes.ir.remarks import Remark
 from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.ir.site import AttentionSite
 from kvcompile.passes.ir.source import module_path, where
 from kvcompile.passes.ir.stage import Stage
 from kvcompile.passes.patterns import sdpa, softmax
-from kvcompile.passes.patterns.candidate import Candidate
 from kvcompile.passes.patterns.layout import value
+
+if TYPE_CHECKING:
+    from kvcompile.passes.ir.program import Program
+    from kvcompile.passes.patterns.candidate import Candidate
 
 PATTERNS = (("sdpa", sdpa), ("softmax", softmax))
 
@@ -93,7 +97,9 @@ def _check(found: Candidate) -> Candidate | Missed:
         if val is None or val.dim() != 4:
             rank = "unknown" if val is None else str(val.dim())
             return Missed("KVC103", f"the {name} have {rank} dimensions, not 4", found.out)
-    assert q is not None and k is not None and v is not None
+    assert q is not None
+    assert k is not None
+    assert v is not None
     sizes = (q.shape[1], k.shape[1], v.shape[1], k.shape[3], v.shape[3], q.shape[3])
     if not all(isinstance(s, int) for s in sizes):
         return Missed("KVC106", "the number of heads or the head dimension is symbolic", found.out)
@@ -106,4 +112,3 @@ def _check(found: Candidate) -> Candidate | Missed:
     if mask is not None and mask.dtype not in _MASK_DTYPES:
         return Missed("KVC108", f"the mask has dtype {mask.dtype}", found.out)
     return found
-

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvcompile.codegen.errors import KvcompileError
-from kvcompile.passes.base import Pass, PassOptions
 from kvcompile.passes.canonicalize import Canonicalize
 from kvcompile.passes.infer_dataflow import InferDataflow
 from kvcompile.passes.ir.program import Program
@@ -15,6 +15,9 @@ from kvcompile.passes.lower_kernels import LowerKernels
 from kvcompile.passes.match_attention import MatchAttention
 from kvcompile.passes.plan_formats import PlanFormats
 from kvcompile.passes.rewrite_paged import RewritePaged
+
+if TYPE_CHECKING:
+    from kvcompile.passes.base import Pass, PassOptions
 
 PIPELINE: tuple[Pass, ...] = (
     Canonicalize(),  # one spelling of everything, so that the passes after it stay small

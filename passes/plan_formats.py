@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from kvcompile.codegen.layout import RecordLayout
 from kvcompile.passes.base import PassOptions, missed, passed
 from kvcompile.passes.ir.plan import StreamPlan
-from kvcompile.passes.ir.program import Program
 from kvcompile.passes.ir.result import Missed
-from kvcompile.passes.ir.site import AttentionSite
 from kvcompile.passes.ir.stage import Stage
 
-EXACT_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+if TYPE_CHECKING:
+    from kvcompile.codegen.spec import DTypeName
+    from kvcompile.passes.ir.program import Program
+    from kvcompile.passes.ir.site import AttentionSite
+
+EXACT_FORMATS: dict[torch.dtype, DTypeName] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 """Format that stores a dtype as it is."""
 
 MAX_HEAD_DIM = 512

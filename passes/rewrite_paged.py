@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import operator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from kvcompile.passes.base import PassOptions, missed, passed
-from kvcompile.passes.ir.program import Binding, Program, StateBinding
+from kvcompile.passes.canonicalize import IS_HANDLE
+from kvcompile.passes.ir.program import Binding, Program, SizeSource, StateBinding
 from kvcompile.passes.ir.result import Missed
-from kvcompile.passes.ir.site import AttentionSite
 from kvcompile.passes.ir.stage import Stage
-from kvcompile.passes.ir.stream import CacheStream, StateUpdate
 from kvcompile.passes.patterns.layout import is_prefix_slice, peel, same_size, value
+
+if TYPE_CHECKING:
+    from kvcompile.passes.ir.site import AttentionSite
+    from kvcompile.passes.ir.stream import CacheStream, StateUpdate
 
 aten = torch.ops.aten
 
@@ -52,15 +56,25 @@ class RewritePaged:
 def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Missed | None:
     """Rewrite one site; return why not if it cannot be."""
     fresh_static = stream.k.kind == "fresh_index_copy"
-    if (stream.has_past and stream.capacity is not None) or fresh_static:
-        if site.mask_kind == "none" and not _reads_only_new(site, stream):
-            return Missed(
-                "KVC401",
-                "without a mask the attention sees the unwritten part of the static buffer",
-                site.out,
-            )
+    sees_all = site.mask_kind == "none" and not _reads_only_new(site, stream)
+    if sees_all and stream.capacity is not None:
+        return Missed(
+            "KVC401",
+            "without a mask the attention sees the unwritten part of the static buffer",
+            site.out,
+        )
+    dense = stream.k.past is not None and not stream.k.past.meta[IS_HANDLE]
+    if dense and stream.capacity is not None:
+        return Missed(
+            "KVC405",
+            "the static buffers are dense: they were filled outside a compiled prefill",
+            stream.k.past,
+            hint="let kvcompile compile the prefill too: torch.compile(model).generate(...)",
+        )
     if (misfit := _mask_misfit(site, stream)) is not None:
         return misfit
+    if _size_source(program.placeholders, site.q.meta["val"].shape[0]) is None:
+        return Missed("KVC404", "no input carries the batch size", site.q)
     past_len = _past_length(program, stream)
     if isinstance(past_len, Missed):
         return past_len
@@ -218,9 +232,8 @@ def _size(program: Program, node: fx.Node, dim: int) -> fx.node.Argument:
         return int(size)
     for holder in program.graph.nodes:
         val = holder.meta.get("val")
-        if isinstance(val, torch.SymInt) and val.node.expr == size.node.expr:
-            if holder.op == "placeholder":
-                return holder
+        if holder.op == "placeholder" and isinstance(val, torch.SymInt) and same_size(val, size):
+            return holder  # type: ignore[no-any-return]
     if node.op == "placeholder":
         return None
     made = program.graph.call_function(aten.sym_size.int, (node, dim))
@@ -230,8 +243,9 @@ def _size(program: Program, node: fx.Node, dim: int) -> fx.node.Argument:
 
 def _sum(program: Program, a: fx.node.Argument, b: fx.node.Argument) -> fx.Node:
     node = program.graph.call_function(operator.add, (a, b))
-    values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in (a, b)]
-    node.meta["val"] = values[0] + values[1]
+    node.meta["val"] = operator.add(
+        *(x.meta["val"] if isinstance(x, fx.Node) else x for x in (a, b))
+    )
     return node
 
 
@@ -240,6 +254,8 @@ def _state_binding(
 ) -> StateBinding:
     position = {node: i for i, node in enumerate(captured)}
     k_past, v_past = stream.k.past, stream.v.past
+    batch = _size_source(captured, site.q.meta["val"].shape[0])
+    assert batch is not None
     return StateBinding(
         site=site.index,
         k_input=position[k_past] if k_past is not None else None,
@@ -249,7 +265,24 @@ def _state_binding(
         k_token_dim=stream.k.token_dim,
         v_token_dim=stream.v.token_dim,
         capacity=stream.capacity,
+        batch=batch,
     )
+
+
+def _size_source(inputs: list[fx.Node], size: int | torch.SymInt) -> SizeSource | None:
+    """Return where a size can be read off the inputs, or None."""
+    if not isinstance(size, torch.SymInt):
+        return SizeSource(int(size))
+    for i, node in enumerate(inputs):
+        val = node.meta["val"]
+        if isinstance(val, torch.SymInt) and same_size(val, size):
+            return SizeSource(None, i)
+    for i, node in enumerate(inputs):
+        val = node.meta["val"]
+        for dim, extent in enumerate(val.shape if isinstance(val, torch.Tensor) else ()):
+            if isinstance(extent, torch.SymInt) and same_size(extent, size):
+                return SizeSource(None, i, dim)
+    return None
 
 
 def _close(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from kvcompile.codegen.layout import RecordLayout
+    from kvcompile.codegen.layout import RecordLayout
 
 
 @dataclass(frozen=True)

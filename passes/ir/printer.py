@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kvcompile.passes.ir.program import Program
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcompile.passes.ir.program import Program
 
 _IMPORTS = "import torch\nfrom math import inf, nan\nfrom torch import device\n"
 

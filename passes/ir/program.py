@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch import fx
+if TYPE_CHECKING:
+    from torch import fx
 
-from kvcompile.codegen.spec import KernelSpec
-from kvcompile.passes.ir.plan import StreamPlan
-from kvcompile.passes.ir.remarks import Remark
-from kvcompile.passes.ir.site import AttentionSite
-from kvcompile.passes.ir.stage import Stage
-from kvcompile.passes.ir.stream import CacheStream
+    from kvcompile.codegen.spec import KernelSpec
+    from kvcompile.passes.ir.plan import StreamPlan
+    from kvcompile.passes.ir.remarks import Remark
+    from kvcompile.passes.ir.site import AttentionSite
+    from kvcompile.passes.ir.stage import Stage
+    from kvcompile.passes.ir.stream import CacheStream
+
+
+@dataclass(frozen=True)
+class SizeSource:
+    """Where a size can be read before the rewritten graph runs.
+
+    Attributes:
+        number: The size, if it is fixed; otherwise None.
+        input: Position among the captured graph's inputs.
+        dim: Dimension of that input, or None if the input is the size itself.
+    """
+
+    number: int | None
+    input: int = 0
+    dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -28,6 +44,7 @@ class StateBinding:
         k_token_dim: Dimension of the keys that grows.
         v_token_dim: The same for the values.
         capacity: Tokens of a static buffer, or None.
+        batch: Where to read the number of sequences.
     """
 
     site: int
@@ -38,6 +55,7 @@ class StateBinding:
     k_token_dim: int
     v_token_dim: int
     capacity: int | None
+    batch: SizeSource
 
 
 @dataclass(frozen=True)
@@ -108,7 +126,7 @@ class Program:
     @property
     def output_node(self) -> fx.Node:
         """The single output node."""
-        return next(n for n in reversed(self.graph.nodes) if n.op == "output")
+        return self.graph.output_node()
 
     @property
     def outputs(self) -> tuple[fx.node.Argument, ...]:

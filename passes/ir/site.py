@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch import fx
+if TYPE_CHECKING:
+    from torch import fx
 
 MaskKind = Literal["none", "causal", "bool", "additive"]
 
@@ -26,7 +27,7 @@ class AttentionSite:
         k: `[B, K, T, Dk]`, before its heads are repeated.
         v: `[B, K, T, Dv]`, before its heads are repeated.
         mask: The mask operand as the graph has it, or None.
-        mask_kind: `bool`: True is visible; `hidden`, below, inverts it; `additive`: added to scores.
+        mask_kind: `bool`: True is visible, or hidden (below); `additive`: added to the scores.
         mask_hides: True if a True entry of a boolean mask hides the key (`masked_fill`).
         scale: Factor of the scores.
     """

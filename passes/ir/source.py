@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import fx
+if TYPE_CHECKING:
+    from torch import fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = f"{os.sep}torch{os.sep}"
@@ -18,7 +21,7 @@ def where(node: fx.Node) -> str:
     if not frames:
         return ""
     path, line = frames[-1]
-    return f"{os.path.basename(path)}:{line}"
+    return f"{Path(path).name}:{line}"
 
 
 def module_path(node: fx.Node) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch import fx
+if TYPE_CHECKING:
+    from torch import fx
 
 UpdateKind = Literal["fresh", "cat", "index_copy", "fresh_index_copy"]
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvcompile.codegen.errors import KvcompileError
-from kvcompile.passes.ir.program import Program
 from kvcompile.passes.ir.stage import Stage
+
+if TYPE_CHECKING:
+    from kvcompile.passes.ir.program import Program
 
 
 class InvariantError(KvcompileError):

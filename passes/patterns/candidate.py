@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import fx
+if TYPE_CHECKING:
+    from torch import fx
 
-from kvcompile.passes.ir.site import MaskKind
+    from kvcompile.passes.ir.site import MaskKind
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,8 @@ from torch import fx
 
 aten = torch.ops.aten
 
+_NO_START: tuple[object, ...] = (0, None)
+
 
 def value(node: fx.node.Argument) -> torch.Tensor | None:
     """Return the fake tensor a node stands for, or None."""
@@ -14,6 +16,20 @@ def value(node: fx.node.Argument) -> torch.Tensor | None:
         return None
     val = node.meta.get("val")
     return val if isinstance(val, torch.Tensor) else None
+
+
+def the_node(arg: fx.node.Argument) -> fx.Node:
+    """Return an operand that is known to be a node."""
+    assert isinstance(arg, fx.Node)
+    return arg
+
+
+def the_dim(node: fx.Node, position: int, default: int = 0) -> int:
+    """Return a dimension argument of a node as a number from 0 on."""
+    dim = node.args[position] if len(node.args) > position else default
+    assert isinstance(dim, int)
+    rank = node.meta["val"].dim()
+    return dim % rank if rank else dim
 
 
 def same_size(a: object, b: object) -> bool:
@@ -69,7 +85,11 @@ def _identity(node: fx.Node) -> fx.Node | None:
         step = node.args[4] if len(node.args) > 4 else 1
         return source if step == 1 else None
     unchanged = is_call(
-        node, aten.view.default, aten.reshape.default, aten.expand.default, aten._unsafe_view.default
+        node,
+        aten.view.default,
+        aten.reshape.default,
+        aten.expand.default,
+        aten._unsafe_view.default,
     )
     return source if unchanged and same_shape(mine, its) else None
 
@@ -81,21 +101,21 @@ def strip_repeat_kv(node: fx.Node) -> fx.Node:
     """
     node = peel(node)
     if is_call(node, aten.repeat_interleave.self_int) and node.args[2:] == (1,):
-        return peel(_node(node.args[0]))
+        return peel(the_node(node.args[0]))
     if not is_call(node, aten.reshape.default, aten.view.default, aten._unsafe_view.default):
         return node
-    expanded = _peel_clone(_node(node.args[0]))
+    expanded = _peel_clone(the_node(node.args[0]))
     if not is_call(expanded, aten.expand.default):
         return node
-    unsqueezed = peel(_node(expanded.args[0]))
+    unsqueezed = peel(the_node(expanded.args[0]))
     if not is_call(unsqueezed, aten.unsqueeze.default) or unsqueezed.args[1] not in (2, -3):
         return node
-    base = _node(unsqueezed.args[0])
+    base = the_node(unsqueezed.args[0])
     wide, narrow, big = value(node), value(base), value(expanded)
     if wide is None or narrow is None or big is None or narrow.dim() != 4 or wide.dim() != 4:
         return node
     kept = (0, 2, 3)
-    heads = isinstance(wide.shape[1], int) and wide.shape[1] == big.shape[1] * big.shape[2]
+    heads = same_size(wide.shape[1], big.shape[1] * big.shape[2])
     if heads and all(same_size(wide.shape[d], narrow.shape[d]) for d in kept):
         return peel(base)
     return node
@@ -103,13 +123,8 @@ def strip_repeat_kv(node: fx.Node) -> fx.Node:
 
 def _peel_clone(node: fx.Node) -> fx.Node:
     while is_call(node, aten.clone.default, aten.contiguous.default):
-        node = _node(node.args[0])
+        node = the_node(node.args[0])
     return node
-
-
-def _node(arg: fx.node.Argument) -> fx.Node:
-    assert isinstance(arg, fx.Node)
-    return arg
 
 
 def number(arg: fx.node.Argument) -> float | None:
@@ -121,10 +136,8 @@ def number(arg: fx.node.Argument) -> float | None:
 
 def is_prefix_slice(node: fx.Node, dim: int) -> bool:
     """Whether a node is `x[..., :n]` along `dim`, starting at 0 with step 1."""
-    if not is_call(node, aten.slice.Tensor):
+    if not is_call(node, aten.slice.Tensor) or the_dim(node, 1) != dim:
         return False
-    rank = node.meta["val"].dim()
-    along = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
     start = node.args[2] if len(node.args) > 2 else None
     step = node.args[4] if len(node.args) > 4 else 1
-    return along % rank == dim and start in (0, None) and step == 1
+    return start in _NO_START and step == 1

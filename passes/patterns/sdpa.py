@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.patterns.candidate import Candidate
-from kvcompile.passes.patterns.layout import number, strip_repeat_kv, value
+from kvcompile.passes.patterns.layout import number, strip_repeat_kv, the_node, value
+
+if TYPE_CHECKING:
+    from kvcompile.passes.ir.site import MaskKind
 
 aten = torch.ops.aten
 
@@ -22,7 +26,7 @@ def is_anchor(node: fx.Node) -> bool:
 def match(node: fx.Node) -> Candidate | Missed:
     """Match one call of the operator."""
     schema = aten.scaled_dot_product_attention.default._schema.arguments
-    given = {a.name: a.default_value for a in schema if a.has_default_value()}
+    given: dict[str, Any] = {a.name: a.default_value for a in schema if a.has_default_value()}
     given.update(zip((a.name for a in schema), node.args, strict=False))
     given.update(node.kwargs)
     if given["dropout_p"] != 0.0:
@@ -32,16 +36,18 @@ def match(node: fx.Node) -> Candidate | Missed:
             node,
             hint="call model.eval() before generating",
         )
-    q, k, v, mask = given["query"], given["key"], given["value"], given["attn_mask"]
+    q, k, v = (the_node(given[name]) for name in ("query", "key", "value"))
+    mask = given["attn_mask"]
     q_value = value(q)
     if q_value is None or q_value.dim() != 4:
         rank = "unknown" if q_value is None else str(q_value.dim())
         return Missed("KVC103", f"the query has {rank} dimensions, not [B, H, S, D]", node)
     scale = 1.0 / math.sqrt(int(q_value.shape[3])) if given["scale"] is None else given["scale"]
-    if number(scale) is None:
+    factor = number(scale)
+    if factor is None:
         return Missed("KVC104", "the attention scale is computed in the graph", node)
     mask_value = value(mask)
-    kind = "none" if mask is None else "additive"
+    kind: MaskKind = "none" if mask is None else "additive"
     if mask_value is not None and mask_value.dtype == torch.bool:
         kind = "bool"
     if given["is_causal"]:
@@ -56,5 +62,5 @@ def match(node: fx.Node) -> Candidate | Missed:
         mask=mask,
         mask_kind=kind,
         mask_hides=False,
-        scale=float(scale),
+        scale=factor,
     )

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from kvcompile.passes.ir.result import Missed
-from kvcompile.passes.ir.site import MaskKind
 from kvcompile.passes.patterns.candidate import Candidate
-from kvcompile.passes.patterns.layout import is_call, number, peel, strip_repeat_kv, value
+from kvcompile.passes.patterns.layout import (
+    is_call,
+    number,
+    peel,
+    strip_repeat_kv,
+    the_dim,
+    the_node,
+    value,
+)
+
+if TYPE_CHECKING:
+    from kvcompile.passes.ir.site import MaskKind
 
 aten = torch.ops.aten
 
@@ -26,7 +37,7 @@ def is_anchor(node: fx.Node) -> bool:
     if not is_call(node, aten.softmax.int, aten._softmax.default):
         return False
     val = value(node)
-    return val is not None and val.dim() == 4 and node.args[1] in (-1, 3)
+    return val is not None and val.dim() == 4 and the_dim(node, 1) == 3
 
 
 def match(node: fx.Node) -> Candidate | Missed:
@@ -51,16 +62,16 @@ def match(node: fx.Node) -> Candidate | Missed:
         scores = _forward_peel(scores.args[0])
     if not is_call(scores, aten.matmul.default, aten.bmm.default):
         return _near("KVC112", f"{scores.target} stands between scores and softmax", scores, 2)
-    q, k_transposed = scores.args[0], peel(_as_node(scores.args[1]))
+    q, k_transposed = scores.args[0], peel(the_node(scores.args[1]))
     if not _swaps_last_two(k_transposed):
         return _near("KVC113", "the second factor of the scores is not transposed", scores, 3)
     if not math.isfinite(scale) or scale == 0.0:
         return _near("KVC104", f"the scores are scaled by {scale}", scores, 2)
     return Candidate(
         out=product,
-        q=_as_node(q),
-        k=strip_repeat_kv(_as_node(k_transposed.args[0])),
-        v=strip_repeat_kv(_as_node(v)),
+        q=the_node(q),
+        k=strip_repeat_kv(the_node(k_transposed.args[0])),
+        v=strip_repeat_kv(the_node(v)),
         mask=mask,
         mask_kind=kind,
         mask_hides=hides,
@@ -76,17 +87,17 @@ def _masked(
         left, right = node.args[0], node.args[1]
         if value(right) is None:
             return _near("KVC114", "a number is added to the scores", node, 1)
-        return _forward_peel(left), _as_node(right), "additive", False
+        return _forward_peel(left), the_node(right), "additive", False
     if is_call(node, aten.masked_fill.Scalar, aten.masked_fill_.Scalar):
         scores, mask, fill = node.args[0], node.args[1], number(node.args[2])
         if fill is None or fill > _HIDDEN:
             return _near("KVC115", f"masked scores become {fill}, which is not -inf", node, 1)
-        return _forward_peel(scores), _as_node(mask), "bool", True
+        return _forward_peel(scores), the_node(mask), "bool", True
     if is_call(node, aten.where.ScalarOther):
         mask, scores, fill = node.args[0], node.args[1], number(node.args[2])
         if fill is None or fill > _HIDDEN:
             return _near("KVC115", f"masked scores become {fill}, which is not -inf", node, 1)
-        return _forward_peel(scores), _as_node(mask), "bool", False
+        return _forward_peel(scores), the_node(mask), "bool", False
     if is_call(node, aten.tanh.default) or (
         is_call(node, aten.mul.Tensor) and is_call(node.args[0], aten.tanh.default)
     ):
@@ -96,9 +107,9 @@ def _masked(
 
 def _forward_peel(arg: fx.node.Argument) -> fx.Node:
     """Walk back over casts and identities: the kernels accumulate in fp32 whatever the cast."""
-    node = peel(_as_node(arg))
+    node = peel(the_node(arg))
     while is_call(node, aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default):
-        node = peel(_as_node(node.args[0]))
+        node = peel(the_node(node.args[0]))
     return node
 
 
@@ -115,15 +126,8 @@ def _only_consumer(node: fx.Node) -> fx.Node | None:
 
 def _swaps_last_two(node: fx.Node) -> bool:
     if is_call(node, aten.transpose.int):
-        return {int(d) % 4 for d in node.args[1:3]} == {2, 3}  # type: ignore[arg-type]
-    if is_call(node, aten.permute.default):
-        return list(node.args[1]) == [0, 1, 3, 2]  # type: ignore[arg-type]
-    return is_call(node, aten.mT.default) if hasattr(aten, "mT") else False
-
-
-def _as_node(arg: fx.node.Argument) -> fx.Node:
-    assert isinstance(arg, fx.Node)
-    return arg
+        return {the_dim(node, 1), the_dim(node, 2)} == {2, 3}
+    return is_call(node, aten.permute.default) and node.args[1] == [0, 1, 3, 2]
 
 
 def _near(code: str, reason: str, node: fx.Node | None, matched: int) -> Missed:

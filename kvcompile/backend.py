@@ -1,0 +1,176 @@
+"""The Dynamo backend: a captured graph goes down through the passes and comes back a callable."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch._dynamo import register_backend
+from torch._dynamo.backends.registry import lookup_backend
+
+from kvcompile import wrappers
+from kvcompile.codegen.cpu.isa import detect_isa
+from kvcompile.codegen.errors import KvcompileError
+from kvcompile.options import CacheOptions, parse_options
+from kvcompile.passes.base import PassOptions
+from kvcompile.passes.ir.program import Program
+from kvcompile.passes.ir.remarks import Remark, emit
+from kvcompile.passes.ir.stage import Stage
+from kvcompile.passes.pipeline import run_pipeline
+from kvcompile.reports import CompilationReport, publish
+from kvcompile.runtime import launch
+from kvcompile.runtime.executor import Executor
+
+Compiled = Callable[..., Any]
+
+HARMLESS = frozenset({"KVC101", "KVC201"})
+"""Misses that `strict` lets pass: no attention at all, or one whose K and V nobody keeps."""
+
+
+class UnmatchedError(KvcompileError):
+    """Under `strict`: an attention or a cache was not rewritten; the message is its remark."""
+
+
+def kvcompile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """Compile one captured graph.
+
+    Args:
+        gm: Dynamo's graph of torch operators.
+        example_inputs: What it was captured with.
+        mode: Inductor's mode (`torch.compile(mode=...)`), passed on to it.
+        options: See `kvcompile.options.CacheOptions`.
+
+    Raises:
+        OptionError: An option is unknown or has a bad value.
+        UnmatchedError: Under `strict`, something was not rewritten.
+    """
+    parsed = parse_options(options)
+    if torch.is_grad_enabled() and _requires_grad(gm):
+        emit(
+            Remark(
+                "note",
+                "KVC001",
+                "backend",
+                "",
+                "",
+                "an input requires grad: the graph is compiled as it is, with a dense cache",
+                hint="generate under torch.no_grad(), or call model.requires_grad_(False)",
+            ),
+            once="requires-grad",
+        )
+        return _inner(gm, list(example_inputs), parsed, mode)
+    start = time.perf_counter()
+    program = Program(gm, Stage.CAPTURED)
+    try:
+        run_pipeline(program, _pass_options(parsed), verify_each=parsed.verify)
+    except Exception as error:
+        if parsed.strict:
+            raise
+        emit(
+            Remark(
+                "failed",
+                "KVC002",
+                "backend",
+                "",
+                "",
+                f"{error}; the graph is compiled as it is",
+                hint="set strict=True to see the exception, and report it",
+            )
+        )
+        return _inner(gm, list(example_inputs), parsed, mode)
+    passes_seconds = time.perf_counter() - start
+    publish(CompilationReport.of(program, passes_seconds))
+    _log(program)
+    if parsed.strict:
+        _raise_first_miss(program)
+    if not program.plans:
+        return _inner(gm, list(example_inputs), parsed, mode)
+    # g++ and Inductor run side by side: one is a subprocess, the other Python.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        kernels = pool.submit(_prepare, program)
+        fakes = [n.meta["val"] for n in program.placeholders]
+        inner = _inner(program.module, fakes, parsed, mode)
+        kernels.result()
+    return Executor(program, inner)
+
+
+def compile(model: nn.Module, **options: Any) -> Any:
+    """Return `torch.compile(model, backend="kvcompile", options=options)`.
+
+    Args:
+        model: A decoder; left as it is.
+        **options: See `kvcompile.options.CacheOptions`.
+
+    Raises:
+        OptionError: An option is unknown or has a bad value; raised at once, not at the first call.
+    """
+    parse_options(options)
+    return torch.compile(model, backend="kvcompile", options=options)
+
+
+def _pass_options(options: CacheOptions) -> PassOptions:
+    return PassOptions(options.kv_cache_dtype, options.page_size, detect_isa())
+
+
+def _requires_grad(gm: fx.GraphModule) -> bool:
+    """Whether an input of the graph requires grad."""
+    inputs = (n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder")
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)
+
+
+def _prepare(program: Program) -> None:
+    """Compile the kernels that the program needs, each once."""
+    for spec in dict.fromkeys(use.spec for use in program.kernels):
+        launch.prepare(spec)
+
+
+def _inner(
+    gm: fx.GraphModule, inputs: list[Any], options: CacheOptions, mode: str | None
+) -> Compiled:
+    """Compile what is left of the graph with the inner backend."""
+    if options.inner_backend == "eager":
+        return gm.forward
+    if options.inner_backend == "inductor":
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = list_mode_options(mode) if mode else None
+        return cast("Compiled", compile_fx(gm, inputs, config_patches=patches))
+    return lookup_backend(options.inner_backend)(gm, inputs)
+
+
+def _raise_first_miss(program: Program) -> None:
+    for remark in program.remarks:
+        if remark.kind != "passed" and remark.code not in HARMLESS:
+            raise UnmatchedError(str(remark))
+
+
+def _log(program: Program) -> None:
+    """Say each miss once per place, however often Dynamo compiles."""
+    for remark in program.remarks:
+        if remark.kind != "passed":
+            emit(remark, once=f"{remark.site} {remark.where} {remark.reason}")
+
+
+def _register() -> None:
+    """Make the string "kvcompile" known where no installed entry point does.
+
+    Dynamo registers what an entry point loads, and refuses a name that is registered already.
+    """
+    if not entry_points(group="torch_dynamo_backends", name="kvcompile"):
+        register_backend(kvcompile, name="kvcompile")
+
+
+_register()
+wrappers.install(kvcompile)

@@ -1,0 +1,142 @@
+"""The callable handed to Dynamo.
+
+It binds handles to stores, runs the rewritten graph, and hands out the grown states as handles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.passes.ir.plan import StreamPlan
+from kvcompile.passes.ir.program import Program, SizeSource, StateBinding
+from kvcompile.runtime.arena import Arena
+from kvcompile.runtime.claim import claim
+from kvcompile.runtime.handle import KVTensor
+from kvcompile.runtime.store import PagedStore
+
+INPUT = "graph input"
+"""Operator name under which a handle given to an unrewritten part of a graph is counted."""
+
+
+class Executor:
+    """Runs one rewritten graph.
+
+    Lengths of the stores move only after the graph has run: a step that fails leaves every cache
+    as it was, and may be repeated.
+    """
+
+    def __init__(self, program: Program, inner: Callable[..., Any]) -> None:
+        """Bind a lowered program to the compiled rest of its graph.
+
+        Args:
+            program: At stage `LOWERED`.
+            inner: The compiled graph: kept inputs, then states, give the kept outputs.
+        """
+        binding = program.binding
+        assert binding is not None
+        self._inner = inner
+        self._kept_inputs = binding.kept_inputs
+        self._kept_outputs = binding.kept_outputs
+        self._num_outputs = binding.num_outputs
+        self._states = binding.states
+        self._plans = tuple(program.plans[s.site] for s in binding.states)
+        self._dense_inputs = _handles_that_stay(program)
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        """Run one step."""
+        arenas: dict[int, Arena] = {}
+        stores = [
+            self._store(state, plan, args, arenas)
+            for state, plan in zip(self._states, self._plans, strict=True)
+        ]
+        inputs = [args[i] for i in self._kept_inputs]
+        for position, is_written in self._dense_inputs:
+            handle = inputs[position]
+            if isinstance(handle, KVTensor):
+                inputs[position] = handle.turn_dense(INPUT) if is_written else handle.read(INPUT)
+        results = self._inner(*inputs, *[store.state for store in stores])
+        outputs: list[Any] = [None] * self._num_outputs
+        for position, result in zip(self._kept_outputs, results, strict=True):
+            outputs[position] = result
+        for state, store in zip(self._states, stores, strict=True):
+            store.commit(store.appended)
+            if state.k_outputs:
+                k, v = KVTensor.of(store, "k"), KVTensor.of(store, "v")
+                for position in state.k_outputs:
+                    outputs[position] = k
+                for position in state.v_outputs:
+                    outputs[position] = v
+        return tuple(outputs)
+
+    def _store(
+        self, state: StateBinding, plan: StreamPlan, args: Sequence[Any], arenas: dict[int, Arena]
+    ) -> PagedStore:
+        """Return the store that ends where the stream's past ends."""
+        if state.k_input is None or state.v_input is None:
+            return self._new_store(state, plan, _size(state.batch, args), arenas)
+        k, v = args[state.k_input], args[state.v_input]
+        if isinstance(k, KVTensor) and isinstance(v, KVTensor):
+            return claim(k, v)
+        store = self._new_store(state, plan, k.shape[0], arenas)
+        dense = [
+            t.transpose(1, 2) if dim == 1 else t
+            for t, dim in ((k, state.k_token_dim), (v, state.v_token_dim))
+        ]
+        if dense[0].shape[2]:
+            store.append(dense[0], dense[1], 0)
+            store.commit(store.appended)
+        return store
+
+    def _new_store(
+        self, state: StateBinding, plan: StreamPlan, batch: int, arenas: dict[int, Arena]
+    ) -> PagedStore:
+        """Make an empty store; the layers of one call share an arena per page size."""
+        arena = arenas.get(plan.page_bytes)
+        if arena is None:
+            arena = arenas[plan.page_bytes] = Arena(plan.page_bytes)
+        return PagedStore(
+            plan.layout,
+            plan.num_kv_heads,
+            plan.dtype,
+            "cpu",
+            arena,
+            batch=batch,
+            capacity=state.capacity,
+        )
+
+
+def _size(source: SizeSource, args: Sequence[Any]) -> int:
+    """Read a size off the inputs."""
+    if source.number is not None:
+        return source.number
+    value = args[source.input]
+    return int(value if source.dim is None else value.shape[source.dim])
+
+
+def _handles_that_stay(program: Program) -> tuple[tuple[int, bool], ...]:
+    """Return the inputs that stay dense, and whether the graph writes to them.
+
+    They may be handles all the same, of a cache that another graph rewrote.
+    """
+    return tuple(
+        (i, _is_written(node))
+        for i, node in enumerate(program.placeholders)
+        if isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].dim() == 4
+    )
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether the graph writes to an input, directly or through a view of it."""
+    for user in node.users:
+        if not isinstance(user.target, torch._ops.OpOverload):
+            continue
+        for argument, given in zip(user.target._schema.arguments, user.args, strict=False):
+            if given is not node or argument.alias_info is None:
+                continue
+            if argument.alias_info.is_write or _is_written(user):
+                return True
+    return False

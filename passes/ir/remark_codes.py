@@ -1,0 +1,47 @@
+"""Every remark code and its title; the documentation's index of remarks."""
+
+from __future__ import annotations
+
+REMARK_CODES: dict[str, str] = {
+    "KVC001": "an input requires grad, so the graph is passed through",
+    "KVC002": "a pass failed, so the graph is passed through",
+    "KVC100": "attention matched",
+    "KVC101": "no attention in the graph",
+    "KVC102": "attention dropout is on",
+    "KVC103": "an operand does not have four dimensions",
+    "KVC104": "the scale of the scores is not a number",
+    "KVC105": "a mask and is_causal together",
+    "KVC106": "symbolic head count or head dimension",
+    "KVC107": "head counts or dimensions do not fit each other",
+    "KVC108": "a mask of an unknown kind",
+    "KVC111": "softmax whose result is not multiplied with values",
+    "KVC112": "an unknown operator between scores and softmax",
+    "KVC113": "scores of an unknown form",
+    "KVC114": "a number is added to the scores",
+    "KVC115": "masked scores do not become -inf",
+    "KVC116": "scores capped by tanh",
+    "KVC200": "cached K and V found",
+    "KVC201": "K or V is not kept",
+    "KVC202": "K or V is an input that is only read",
+    "KVC205": "K and V are cached in different ways",
+    "KVC206": "something else reads the cached tensor",
+    "KVC207": "the cached tensors are shared by several attentions",
+    "KVC208": "a static buffer of symbolic length",
+    "KVC300": "format chosen",
+    "KVC301": "K and V of different dtypes",
+    "KVC302": "no exact format for the dtype",
+    "KVC303": "no kernels for the device",
+    "KVC304": "head dimension too large",
+    "KVC400": "rewritten to a page store",
+    "KVC401": "a static buffer without a mask",
+    "KVC402": "the length of the past is not an input",
+    "KVC403": "a mask of another length than the cache",
+    "KVC404": "the batch size is not an input",
+    "KVC405": "the dense static buffers were made outside a compiled prefill",
+    "KVC500": "kernels chosen",
+    "KVC501": "the reference path stands in for a kernel",
+    "KVC502": "tokens appended in eager mode",
+    "KVC503": "a handle was turned into a dense tensor",
+}
+"""Titles by code. 0xx backend, 1xx matching, 2xx dataflow, 3xx planning, 4xx rewriting, 5xx
+lowering and run time."""
