@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcompile.codegen.cpu.abi import signature_text
 from kvcompile.codegen.cpu.pages import (
     copy_kernel,
     part_format,
@@ -25,11 +26,7 @@ PAD = """  for (int c = $head_dim; c < $channels; ++c) part[${role}_index(slot, 
 
 MAIN = """
 // Tokens past_len .. past_len + new_len - 1 of every row; k or v may be null. Strides in elements.
-extern "C" int64_t $symbol(
-    const int64_t* state,
-    const $ctype* k_BKSD, int64_t k_sb, int64_t k_sh, int64_t k_st,
-    const $ctype* v_BKSD, int64_t v_sb, int64_t v_sh, int64_t v_st,
-    int64_t num_kv_heads, int64_t past_len, int64_t new_len, int64_t threads) {
+$signature
   if (past_len < 0 || new_len < 0 || num_kv_heads < 1) return 1;
   const Store store(state);
   const int64_t runs = (new_len + 63) / 64, heads = num_kv_heads;
@@ -82,7 +79,7 @@ class AppendGenerator:
         """Print the kernel of `spec`."""
         main = render(
             MAIN,
-            symbol=spec.symbol,
+            signature=signature_text(spec),
             ctype=CTYPE[spec.dtype],
             k_word=CTYPE[spec.k_format],
             v_word=CTYPE[spec.v_format],

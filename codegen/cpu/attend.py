@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcompile.codegen.cpu import fragments
+from kvcompile.codegen.cpu.abi import mask_ctype, packed_text, signature_text
 from kvcompile.codegen.cpu.pages import (
     INCLUDES,
     bytes_per_token,
@@ -130,13 +131,7 @@ extern "C" int64_t ${symbol}_scratch_bytes(
   return batch * num_kv_heads * chunks * floats * 4;
 }
 
-extern "C" int64_t $symbol(
-    const int64_t* state,
-    const $ctype* q_BHSD, int64_t q_sb, int64_t q_sh, int64_t q_ss,
-    $ctype* out_BHSD, int64_t o_sb, int64_t o_sh, int64_t o_ss,
-    const $mask_ctype* mask_BHST, int64_t m_sb, int64_t m_sh, int64_t m_ss, int64_t m_st,
-    int64_t num_kv_heads, int64_t query_len, int64_t kv_len,
-    float* scratch, int64_t threads, double scale) {
+$signature
   if (query_len < 1 || query_len > $most_queries || kv_len < 0 || num_kv_heads < 1) return 1;
 $ignored  const Store store(state);
   const int64_t chunks = (kv_len + $last_in_chunk) / $chunk, heads = num_kv_heads;
@@ -215,6 +210,7 @@ class AttendGenerator:
             _attend_chunk(shape),
             fragments.merge_splits(shape),
             _main(shape),
+            packed_text(spec),
         )
         return KernelSource(spec, text)
 
@@ -249,7 +245,7 @@ def _glossary(shape: AttendShape) -> str:
 def _structs(shape: AttendShape) -> str:
     fields, bias = "", ""
     if shape.spec.mask in ("bool", "additive"):
-        ctype = fragments.mask_ctype(shape)
+        ctype = mask_ctype(shape.spec)
         fields = render(MASK_FIELDS, mask_ctype=ctype) + "\n"
     if shape.spec.mask != "none":
         bias = f"  float bias[{shape.chunk}];\n"
@@ -345,8 +341,7 @@ def _main(shape: AttendShape) -> str:
     return render(
         MAIN,
         symbol=spec.symbol,
-        ctype=CTYPE[spec.dtype],
-        mask_ctype=fragments.mask_ctype(shape),
+        signature=signature_text(spec),
         group=shape.group,
         chunk=shape.chunk,
         last_in_chunk=shape.chunk - 1,

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from kvcompile.codegen import artifacts
 from kvcompile.codegen.cpu import toolchain
+from kvcompile.codegen.cpu.abi import packed_arguments
 from kvcompile.codegen.cpu.isa import ISAS, require_isa
 from kvcompile.codegen.errors import KernelCompilationError
 from kvcompile.codegen.registry import generate
 from kvcompile.codegen.source import KernelSource
 from kvcompile.codegen.spec import KernelSpec
-
-_INTEGERS = {"append": 13, "gather": 13, "attend": 19}
 
 
 @dataclass(frozen=True)
@@ -26,15 +25,21 @@ class Kernel:
     Attributes:
         spec: What it computes.
         library: The shared library it lives in.
-        call: The function itself; takes plain integers (addresses, strides, sizes), returns a
-            status: 0, or positive if the arguments make no sense.
+        pack: Packs the arguments: addresses, strides and sizes as integers, see `abi`.
+        enter: Runs the kernel on packed arguments and returns a status: 0, or positive if the
+            arguments make no sense. `enter(pack(...))` is the cheapest call there is.
         scratch_bytes: attend only: (batch, num_kv_heads, query_len, kv_len) -> bytes.
     """
 
     spec: KernelSpec
     library: Path
-    call: Callable[..., int]
+    pack: Callable[..., bytes]
+    enter: Callable[[bytes], int]
     scratch_bytes: Callable[[int, int, int, int], int] | None
+
+    def call(self, *arguments: float) -> int:
+        """Run the kernel and return its status."""
+        return self.enter(self.pack(*arguments))
 
 
 _kernels: dict[KernelSpec, Kernel] = {}
@@ -91,17 +96,11 @@ def load_source(source: KernelSource) -> Kernel:
 def _open(spec: KernelSpec, library: Path) -> Kernel:
     try:
         loaded = ctypes.CDLL(str(library))
-        call = getattr(loaded, spec.symbol)
-        scratch_bytes = None
-        if spec.op == "attend":
-            scratch_bytes = getattr(loaded, f"{spec.symbol}_scratch_bytes")
-            scratch_bytes.argtypes = [ctypes.c_int64] * 4
-            scratch_bytes.restype = ctypes.c_int64
+        enter = loaded[f"{spec.symbol}_packed"]
+        scratch_bytes = loaded[f"{spec.symbol}_scratch_bytes"] if spec.op == "attend" else None
     except (OSError, AttributeError) as error:
         raise KernelCompilationError(f"{library} cannot be loaded: {error}") from error
-    arguments: list[type] = [ctypes.c_int64] * _INTEGERS[spec.op]
-    if spec.op == "attend":
-        arguments.append(ctypes.c_double)
-    call.argtypes = arguments
-    call.restype = ctypes.c_int64
-    return Kernel(spec, library, call, scratch_bytes)
+    enter.argtypes, enter.restype = [ctypes.c_char_p], ctypes.c_int64
+    if scratch_bytes is not None:
+        scratch_bytes.argtypes, scratch_bytes.restype = [ctypes.c_int64] * 4, ctypes.c_int64
+    return Kernel(spec, library, packed_arguments(spec).pack, enter, scratch_bytes)

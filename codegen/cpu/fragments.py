@@ -6,6 +6,7 @@ load_query -> load_page -> scores -> mask -> online_softmax -> accumulate -> sto
 
 from __future__ import annotations
 
+from kvcompile.codegen.cpu.abi import mask_ctype
 from kvcompile.codegen.cpu.scalars import CTYPE, narrow, widen
 from kvcompile.codegen.cpu.shape import AttendShape
 from kvcompile.codegen.cpu.text import render
@@ -254,16 +255,10 @@ def mask(shape: AttendShape) -> str:
     else:
         dtype = spec.mask_dtype
         body = BIAS_BOOL if dtype is None else render(BIAS_ADDITIVE, widened=widen(dtype, "x"))
-        ctype = mask_ctype(shape)
+        ctype = mask_ctype(spec)
         bias = render(MASK_TENSOR, ctype=ctype, body=body)
         rows = render(MASK_ROWS, ctype=ctype, **literals)
     return MASK_HEAD.strip("\n") + "\n" + bias.strip("\n") + "\n\n" + rows
-
-
-def mask_ctype(shape: AttendShape) -> str:
-    """Return the C++ type of the mask; kernels without one take a pointer they never read."""
-    dtype = shape.spec.mask_dtype
-    return "uint8_t" if dtype is None else CTYPE[dtype]
 
 
 def online_softmax(shape: AttendShape) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcompile.codegen.cpu.abi import signature_text
 from kvcompile.codegen.cpu.pages import (
     copy_kernel,
     part_format,
@@ -22,11 +23,7 @@ static inline void read_$role(const $word* part, int slot, $ctype* x /* [$head_d
 
 MAIN = """
 // Tokens from .. to - 1 of every row; either output may be null; left padding gives zeros.
-extern "C" int64_t $symbol(
-    const int64_t* state,
-    $ctype* k_BKTD, int64_t k_sb, int64_t k_sh, int64_t k_st,
-    $ctype* v_BKTD, int64_t v_sb, int64_t v_sh, int64_t v_st,
-    int64_t num_kv_heads, int64_t from, int64_t to, int64_t threads) {
+$signature
   if (from < 0 || to < from || num_kv_heads < 1) return 1;
   const Store store(state);
   const int64_t tokens = to - from, runs = (tokens + 63) / 64, heads = num_kv_heads;
@@ -80,7 +77,7 @@ class GatherGenerator:
         """Print the kernel of `spec`."""
         main = render(
             MAIN,
-            symbol=spec.symbol,
+            signature=signature_text(spec),
             ctype=CTYPE[spec.dtype],
             k_word=CTYPE[spec.k_format],
             v_word=CTYPE[spec.v_format],

@@ -5,6 +5,7 @@ The torch twin of these texts is `codegen/formats`; the tests hold the two toget
 
 from __future__ import annotations
 
+from kvcompile.codegen.cpu.abi import packed_text
 from kvcompile.codegen.cpu.isa import ISAS, Isa
 from kvcompile.codegen.cpu.scalars import CTYPE, scalar_text
 from kvcompile.codegen.cpu.text import comment, join_sections, render
@@ -235,5 +236,6 @@ def copy_kernel(spec: KernelSpec, title: str, tensors: str, *parts: str) -> Kern
         index_text(spec, "k"),
         index_text(spec, "v"),
         *parts,
+        packed_text(spec),
     )
     return KernelSource(spec, text)

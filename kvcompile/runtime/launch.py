@@ -199,7 +199,7 @@ def _remark(reason: str) -> None:
 
 
 def _append_launcher(kernel: Kernel) -> Append:
-    call, threads = kernel.call, torch.get_num_threads
+    pack, enter, threads = kernel.pack, kernel.enter, torch.get_num_threads
     k_dim, v_dim = kernel.spec.head_dim_qk, kernel.spec.head_dim_vo
 
     def launch(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
@@ -218,7 +218,8 @@ def _append_launcher(kernel: Kernel) -> Append:
                 raise ValueError(f"values {tuple(v.shape)} do not fit {store!r}")
             v_part, v = _part(v)
         state = store.state.data_ptr()
-        _check(call(state, *k_part, *v_part, heads, past_len, new_len, threads()), kernel)
+        words = pack(state, *k_part, *v_part, heads, past_len, new_len, threads())
+        _check(enter(words), kernel)
 
     return launch
 
@@ -236,7 +237,7 @@ def _part(x: torch.Tensor) -> tuple[tuple[int, int, int, int], torch.Tensor]:
 
 
 def _gather_launcher(kernel: Kernel) -> Gather:
-    call, threads = kernel.call, torch.get_num_threads
+    pack, enter, threads = kernel.pack, kernel.enter, torch.get_num_threads
     dims: dict[Role, int] = {"k": kernel.spec.head_dim_qk, "v": kernel.spec.head_dim_vo}
 
     def launch(store: Store, role: Role, start: int, stop: int) -> torch.Tensor:
@@ -244,7 +245,8 @@ def _gather_launcher(kernel: Kernel) -> Gather:
         dense = torch.empty((store.batch, heads, stop - start, dims[role]), dtype=store.dtype)
         part, _ = _part(dense)
         parts = (*part, *_NOTHING) if role == "k" else (*_NOTHING, *part)
-        _check(call(store.state.data_ptr(), *parts, heads, start, stop, threads()), kernel)
+        words = pack(store.state.data_ptr(), *parts, heads, start, stop, threads())
+        _check(enter(words), kernel)
         return dense
 
     return launch
@@ -277,7 +279,8 @@ def _new_attend(
 
 
 def _attend_launcher(kernel: Kernel, mask_dtype: torch.dtype | None) -> Attend:
-    call, threads, scratch = kernel.call, torch.get_num_threads, _scratch_of(kernel)
+    pack, enter, threads = kernel.pack, kernel.enter, torch.get_num_threads
+    scratch = _scratch_of(kernel)
     k_dim, v_dim = kernel.spec.head_dim_qk, kernel.spec.head_dim_vo
     group = kernel.spec.q_heads_per_kv_head
     assert group is not None
@@ -305,7 +308,7 @@ def _attend_launcher(kernel: Kernel, mask_dtype: torch.dtype | None) -> Attend:
             if mask_dtype is not None and mask.dtype != mask_dtype:
                 mask = mask.to(mask_dtype)
             mask_part = _mask_part(mask, (batch, heads, queries, kv_len))
-        status = call(
+        words = pack(
             store.state.data_ptr(),
             *q_part,
             out.data_ptr(),
@@ -320,7 +323,7 @@ def _attend_launcher(kernel: Kernel, mask_dtype: torch.dtype | None) -> Attend:
             threads(),
             scale,
         )
-        _check(status, kernel)
+        _check(enter(words), kernel)
         return out
 
     return launch
