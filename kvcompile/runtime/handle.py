@@ -7,13 +7,13 @@ later. A handle of a static store is a buffer: it shows what the store holds now
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from kvcompile.runtime.dense import DenseCell
-from kvcompile.runtime.errors import HandleWriteError
+from kvcompile.runtime.errors import HandleWriteError, StaleHandleError
 from kvcompile.runtime.exits import PythonExits
 from kvcompile.runtime.ops import materialize
 from kvcompile.runtime.registry import Role, find, read_anchor
@@ -110,6 +110,24 @@ class KVTensor(PythonExits):
             return f"KVTensor({shape}, traced)"
         state = "written" if self.is_written else "paged"
         return f"KVTensor({shape}, {self.role.upper()} {state} in {self.store!r})"
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> torch.Tensor:
+        """Fork the store, once for all its handles in the object that is copied."""
+        if self.store is None:
+            raise StaleHandleError(
+                "a KV handle of a compiler's trace was deep-copied; it has no data to copy"
+            )
+        if id(self) in memo:
+            return cast("torch.Tensor", memo[id(self)])
+        if self.is_written:
+            copy: torch.Tensor = self.materialize()
+        else:
+            key = ("forked KV store", self.store.key)
+            if key not in memo:
+                memo[key] = self.store.fork()
+            copy = KVTensor.of(memo[key], self.role, self.length)
+        memo[id(self)] = copy
+        return copy
 
     @property
     def length(self) -> int:

@@ -1,0 +1,1 @@
+"""Tests of the page store, the handles and the operators on them."""
