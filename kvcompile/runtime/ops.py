@@ -87,6 +87,9 @@ def _append(
     if v.stride(3) != 1:
         v = v.contiguous()
     store.append(k, v, past_len)
+    if state.data_ptr() != store.state.data_ptr():
+        # A compiler that clones what an operator mutates copies the clone back over the original.
+        state.copy_(store.state)
 
 
 def _attend(
