@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,11 +33,35 @@ class DenseCell:
         self.dense: torch.Tensor | None = None
         self.anchor = anchor_for(register(self), role)
         self._version = 0
+        self._written = False
+        self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     @property
     def is_written(self) -> bool:
         """Whether the dense tensor, or a view of it, was written."""
-        return self.dense is not None and self.dense._version != self._version
+        if self.dense is None:
+            return False
+        if not self._written:
+            self._written = self.dense._version != self._version or any(
+                handle._version != version
+                for ref, version in self._watched
+                if (handle := ref()) is not None
+            )
+        return self._written
+
+    def mark_written(self) -> None:
+        """Note a write, or that one could come unnoticed."""
+        self._written = True
+
+    def watch(self, handle: torch.Tensor) -> None:
+        """Note that the dispatcher makes a view of the dense tensor for `handle`.
+
+        PyTorch counts writes to such a view at the handle, or, in inference mode, nowhere.
+        """
+        if handle.is_inference() or torch.is_inference_mode_enabled():
+            self.mark_written()
+        else:
+            self._watched.append((weakref.ref(handle), handle._version))
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from kvcompile.runtime.errors import HandleHasNoStorageError
+from kvcompile.runtime.errors import HandleHasNoStorageError, HandleWriteError
 
 if TYPE_CHECKING:
     from kvcompile.runtime.store import PagedStore
@@ -35,6 +35,10 @@ class PythonExits(torch.Tensor):
 
     def read(self, operator: str) -> torch.Tensor:
         """Return the dense values for reading only."""
+        raise NotImplementedError
+
+    def snapshot(self, operator: str) -> torch.Tensor:
+        """Return a new dense tensor with the values."""
         raise NotImplementedError
 
     def turn_dense(self, operator: str) -> torch.Tensor:
@@ -104,13 +108,28 @@ class PythonExits(torch.Tensor):
         starts = [sum(lengths[:n]) for n in range(len(lengths))]
         return tuple(self.narrow(dim, *piece) for piece in zip(starts, lengths, strict=True))
 
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return the dense values as an array."""
-        return self.read("numpy").numpy(force=force)
+    @property
+    def data(self) -> torch.Tensor:
+        """A handle of the same memory, out of autograd's sight."""
+        return self.detach() if self.store is None else self.alias()
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Let numpy read the dense values."""
-        return self.read("numpy").__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise HandleWriteError(
+            "the data of a KV handle was to be replaced, but it lies in pages; write into it with "
+            "copy_(), or put the new tensor itself into the cache"
+        )
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return a copy of the dense values as an array."""
+        return self.snapshot("numpy").numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Let numpy copy the dense values; `copy=False` cannot be had."""
+        if copy is False:
+            raise ValueError("a KV handle cannot be seen as an array without copying its pages")
+        array = self.snapshot("numpy").numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
 
     def tolist(self) -> Any:
         """Return the dense values as nested lists."""
@@ -118,11 +137,11 @@ class PythonExits(torch.Tensor):
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         """Export a dense copy."""
-        return self.read("dlpack").clone().__dlpack__(**kwargs)
+        return self.snapshot("dlpack").__dlpack__(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the dense tensor: a file must not need the store."""
-        return self.read("pickle").clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.snapshot("pickle").__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __copy__(self) -> torch.Tensor:
         """Return a handle of the same memory."""

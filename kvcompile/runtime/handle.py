@@ -49,12 +49,18 @@ class KVTensor(PythonExits):
 
         For a static store the length is ignored: the handle is the whole buffer.
         """
+        if torch.is_inference_mode_enabled():
+            # An inference tensor cannot be detached there, nor used in a later graph.
+            with torch.inference_mode(mode=False):
+                return cls.of(store, role, length)
         if length is None:
             length = store.role_length(role)
         shape = store.shape(role, length)
         handle: KVTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=store.dtype, device=store.device
         )
+        # C++ code that reads the address gets an error instead of a null pointer.
+        torch._C._set_throw_on_mutable_data_ptr(handle)
         handle.store, handle.role = store, role
         handle.anchor, handle.cell = store.anchors[role], None
         store.note(handle)
@@ -144,7 +150,11 @@ class KVTensor(PythonExits):
 
     def materialize(self) -> torch.Tensor:
         """Return a new dense tensor with the handle's values."""
-        dense = self.read("materialize")
+        return self.snapshot("materialize")
+
+    def snapshot(self, operator: str) -> torch.Tensor:
+        """Return a new dense tensor with the handle's values, counted under `operator`."""
+        dense = self.read(operator)
         return dense.clone() if self._present_dense() is not None else dense
 
     def read(self, operator: str) -> torch.Tensor:
@@ -176,20 +186,27 @@ class KVTensor(PythonExits):
         assert present is not None
         return present
 
-    def check_writable(self, operator: str) -> None:
-        """Refuse a write in a graph of another compiler, which would reach only a copy.
-
-        Dynamo's own trace may write: there the graph is not yet anybody's.
+    def expose(self, operator: str, *, is_write: bool) -> torch.Tensor:
+        """Return the handle's storage to an operator below autograd that writes or aliases it.
 
         Raises:
-            HandleWriteError: Always, in such a graph.
+            HandleWriteError: It writes in a graph of another compiler, where it would reach only
+                a copy. Dynamo's own trace may write: that graph is not yet anybody's.
         """
-        if self.store is None and isinstance(self.anchor, FunctionalTensor):
-            raise HandleWriteError(
-                f"{operator} writes to a KV handle inside a graph of another compiler, where "
-                "the write would be lost; write to handle.materialize() instead, or compile "
-                'with backend="kvcompile"'
-            )
+        if self.store is None:
+            if is_write and isinstance(self.anchor, FunctionalTensor):
+                raise HandleWriteError(
+                    f"{operator} writes to a KV handle inside a graph of another compiler, where "
+                    "the write would be lost; write to handle.materialize() instead, or compile "
+                    'with backend="kvcompile"'
+                )
+            return self.read(operator)
+        dense = self.turn_dense(operator)
+        if is_write:
+            self.shared_cell().mark_written()
+        else:
+            self.shared_cell().watch(self)
+        return dense
 
     def shared_cell(self) -> DenseCell:
         """Return the cell of the memory this handle stands for, made now if need be."""

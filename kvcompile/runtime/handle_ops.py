@@ -66,9 +66,7 @@ def _on_dense(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             return value
         if access == "read":
             return value.read(name)
-        if access == "write":
-            value.check_writable(name)
-        dense = value.turn_dense(name)
+        dense = value.expose(name, is_write=access == "write")
         if access == "write":
             written.append((dense, value))
         return dense
