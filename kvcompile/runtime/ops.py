@@ -31,7 +31,7 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 _library.define(  # type: ignore[no-untyped-call]
     "attend(Tensor q, Tensor state, SymInt past_len, Tensor? position, Tensor? mask,"
-    " bool is_causal, float scale, SymInt kv_len) -> Tensor"
+    " bool is_causal, float scale, SymInt kv_len, SymInt? head_dim_vo=None) -> Tensor"
 )
 _library.define(  # type: ignore[no-untyped-call]
     "materialize(Tensor anchor, SymInt[] sizes, ScalarType dtype) -> Tensor"
@@ -92,7 +92,7 @@ def _append(
         state.copy_(store.state)
 
 
-def _attend(
+def _attend(  # noqa: PLR0913 - the schema
     q: torch.Tensor,
     state: torch.Tensor,
     past_len: int,
@@ -101,6 +101,7 @@ def _attend(
     is_causal: bool,
     scale: float,
     kv_len: int,
+    head_dim_vo: int | None = None,
 ) -> torch.Tensor:
     """Attend with q [B, H, S, Dk] over the tokens stored up to and including the new ones.
 
@@ -113,6 +114,7 @@ def _attend(
         is_causal: PyTorch's flag: query s sees tokens 0 .. s.
         scale: Factor on the scores.
         kv_len: Columns of the mask; the capacity of a static cache.
+        head_dim_vo: Dv, for those who trace without a store; None if equal to Dk.
 
     Returns:
         [B, H, S, Dv], in memory [B, S, H, Dv].
@@ -162,7 +164,7 @@ def _append_fake(
 
 
 @torch.library.register_fake("kvcompile::attend", lib=_library)  # type: ignore[untyped-decorator]
-def _attend_fake(
+def _attend_fake(  # noqa: PLR0913 - the schema
     q: torch.Tensor,
     state: torch.Tensor,
     past_len: int,
@@ -171,8 +173,10 @@ def _attend_fake(
     is_causal: bool,
     scale: float,
     kv_len: int,
+    head_dim_vo: int | None = None,
 ) -> torch.Tensor:
-    batch, heads, queries, dim = q.shape
+    batch, heads, queries, head_dim_qk = q.shape
+    dim = head_dim_qk if head_dim_vo is None else head_dim_vo
     return q.new_empty(batch, queries, heads, dim).transpose(1, 2)
 
 

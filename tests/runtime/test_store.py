@@ -116,7 +116,7 @@ def test_a_position_below_the_length_overwrites_and_a_gap_is_an_error() -> None:
         torch.cat([case.dense_k[:, :, :5], k], 2),
         torch.cat([case.dense_v[:, :, :5], v], 2),
     )
-    with pytest.raises(CacheGapError, match="position 9 .* of 7 tokens"):
+    with pytest.raises(CacheGapError, match=r"position 9 .* of 7 tokens"):
         case.store.append(k, v, 9)
 
 
@@ -126,9 +126,7 @@ def test_uncommitted_tokens_do_not_count_and_a_retry_overwrites_them() -> None:
     assert case.store.length == PAGE
     k, v = new_tokens(2, 2)
     push(case.store, k, v)
-    assert_holds(
-        case.store, torch.cat([case.dense_k, k], 2), torch.cat([case.dense_v, v], 2)
-    )
+    assert_holds(case.store, torch.cat([case.dense_k, k], 2), torch.cat([case.dense_v, v], 2))
 
 
 def test_committing_what_was_never_reserved_is_an_error() -> None:
@@ -146,13 +144,11 @@ def test_k_and_v_may_be_appended_one_after_the_other() -> None:
     assert torch.equal(case.store.materialize("v"), case.dense_v)
     case.store.append(None, v, PAGE - 1)
     case.store.commit(PAGE + 1, "v")
-    assert_holds(
-        case.store, torch.cat([case.dense_k, k], 2), torch.cat([case.dense_v, v], 2)
-    )
+    assert_holds(case.store, torch.cat([case.dense_k, k], 2), torch.cat([case.dense_v, v], 2))
 
 
 def test_a_wrong_batch_is_an_error() -> None:
-    with pytest.raises(ValueError, match="3 rows .* cache of 2 rows"):
+    with pytest.raises(ValueError, match=r"3 rows .* cache of 2 rows"):
         filled_store(4).store.append(*new_tokens(3, 1), 4)
 
 
@@ -211,7 +207,7 @@ def test_padding_is_learned_while_empty_only() -> None:
 
 def test_asking_for_more_than_is_stored_is_an_error() -> None:
     store = filled_store(5).store
-    with pytest.raises(StaleHandleError, match="6 tokens of K .* only 5"):
+    with pytest.raises(StaleHandleError, match=r"6 tokens of K .* only 5"):
         store.materialize("k", 6)
 
 

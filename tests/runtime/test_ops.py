@@ -1,0 +1,225 @@
+"""kvcompile::append, attend and materialize: alone, and inside graphs lowered by Inductor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from kvcompile.runtime.errors import CacheGapError, PaddingRevivedError, StaleHandleError
+from kvcompile.runtime.ops import FEW_QUERIES
+from kvcompile.runtime.store import PagedStore
+from tests.support.stores import DIM_QK, DIM_VO, HEADS, PAGE, empty_store, filled_store, new_tokens
+
+ops = torch.ops.kvcompile
+SCALE = DIM_QK**-0.5
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
+
+
+def queries(batch: int, tokens: int) -> torch.Tensor:
+    return torch.randn(batch, 3 * HEADS, tokens, DIM_QK)
+
+
+def causal_mask(past: int, new: int, padding: list[int]) -> torch.Tensor:
+    """Return bool[B, 1, S, T]: query s sees tokens padding[b] .. past + s."""
+    column = torch.arange(past + new)
+    visible = column <= past + torch.arange(new)[:, None]
+    return torch.stack([visible & (column >= pad) for pad in padding])[:, None]
+
+
+def additive(mask: torch.Tensor, dead: float) -> torch.Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, dead)
+
+
+@pytest.mark.parametrize("new", [1, 3, FEW_QUERIES, FEW_QUERIES + 1, 40])
+@pytest.mark.parametrize("past", [0, 1, PAGE - 1, PAGE, 70])
+def test_append_and_attend(past: int, new: int) -> None:
+    case = filled_store(past)
+    k, v = new_tokens(2, new)
+    q, mask = queries(2, new), causal_mask(past, new, [0, 0])
+    ops.append(k, v, case.store.state, past, None, None)
+    out = ops.attend(q, case.store.state, past, None, mask, False, SCALE, past + new)
+    dense_k, dense_v = torch.cat([case.dense_k, k], 2), torch.cat([case.dense_v, v], 2)
+    torch.testing.assert_close(out, attention(q, dense_k, dense_v, mask))
+    assert out.transpose(1, 2).is_contiguous()
+    assert case.store.length == past  # only commit moves it
+
+
+@pytest.mark.parametrize("new", [1, 20])
+def test_no_mask_and_strided_inputs(new: int) -> None:
+    case = filled_store(30)
+    k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in new_tokens(2, new))
+    q = queries(2, new).transpose(2, 3).contiguous().transpose(2, 3)
+    ops.append(k, v, case.store.state, 30, None, None)
+    out = ops.attend(q, case.store.state, 30, None, None, False, SCALE, 30 + new)
+    dense_k, dense_v = torch.cat([case.dense_k, k], 2), torch.cat([case.dense_v, v], 2)
+    torch.testing.assert_close(out, attention(q, dense_k, dense_v))
+
+
+@pytest.mark.parametrize("dead", [None, float("-inf"), torch.finfo(torch.float32).min, -3e38])
+def test_left_padding_is_learned_and_owns_no_page(dead: float | None) -> None:
+    padding = [0, PAGE + 3, 2 * PAGE]
+    store = empty_store(batch=3)
+    prompt = 2 * PAGE + 1
+    k, v = new_tokens(3, prompt)
+    mask = causal_mask(0, prompt, padding)
+    given = mask if dead is None else additive(mask, dead)
+    ops.append(k, v, store.state, 0, None, given)
+    store.commit(prompt)
+    assert store.start_list() == padding
+    assert len(store.filled_pages()) == 3 + 1 + 1
+    for row, pad in enumerate(padding):
+        k[row, :, :pad] = 0
+        v[row, :, :pad] = 0
+    assert torch.equal(store.materialize("k"), k)
+    for new in (1, 2, FEW_QUERIES + 4):
+        past = store.length
+        new_k, new_v = new_tokens(3, new)
+        k, v = torch.cat([k, new_k], 2), torch.cat([v, new_v], 2)
+        mask = causal_mask(past, new, padding)
+        given = mask if dead is None else additive(mask, dead)
+        q = queries(3, new)
+        ops.append(new_k, new_v, store.state, past, None, given)
+        out = ops.attend(q, store.state, past, None, given, False, SCALE, past + new)
+        store.commit(past + new)
+        torch.testing.assert_close(out, attention(q, k, v, mask))
+
+
+def test_padding_that_comes_back_to_life_is_an_error() -> None:
+    store = empty_store()
+    mask = causal_mask(0, 6, [0, 4])
+    ops.append(*new_tokens(2, 6), store.state, 0, None, mask)
+    store.commit(6)
+    ops.append(*new_tokens(2, 1), store.state, 6, None, None)
+    good = causal_mask(6, 1, [0, 4])
+    bad = causal_mask(6, 1, [0, 3])
+    ops.attend(queries(2, 1), store.state, 6, None, good, False, SCALE, 7)
+    for mask_now in (bad, additive(bad, float("-inf")), None):
+        with pytest.raises(PaddingRevivedError, match=r"\[0, 4\] left-padding"):
+            ops.attend(queries(2, 1), store.state, 6, None, mask_now, False, SCALE, 7)
+
+
+def test_a_second_prompt_learns_its_own_padding() -> None:
+    store = empty_store(capacity=40)
+    for padding in ([0, 4], [2, 0], [0, 0]):
+        mask = F.pad(causal_mask(0, 6, padding), (0, 34))
+        ops.append(*new_tokens(2, 6), store.state, 0, torch.arange(6), mask)
+        store.commit(6)
+        assert store.start_list() == padding
+
+
+def test_a_static_cache_follows_positions() -> None:
+    case = filled_store(PAGE, capacity=50)
+    for position in (PAGE, PAGE + 1, PAGE - 5):
+        k, v = new_tokens(2, 2)
+        q, where = queries(2, 2), torch.arange(position, position + 2)
+        case.dense_k[:, :, position:] = 0
+        case.dense_v[:, :, position:] = 0
+        case.dense_k[:, :, position : position + 2] = k
+        case.dense_v[:, :, position : position + 2] = v
+        mask = F.pad(causal_mask(position, 2, [0, 0]), (0, 50 - position - 2))
+        ops.append(k, v, case.store.state, 0, where, mask)
+        out = ops.attend(q, case.store.state, 0, where, mask, False, SCALE, 50)
+        case.store.commit(position + 2)
+        torch.testing.assert_close(out, attention(q, case.dense_k, case.dense_v, mask))
+        assert torch.equal(case.k, case.dense_k)
+
+
+def test_a_static_gap_is_an_error() -> None:
+    case = filled_store(PAGE, capacity=50)
+    state = case.store.state
+    with pytest.raises(CacheGapError, match="position 20"):
+        ops.append(*new_tokens(2, 1), state, 0, torch.tensor([20]), None)
+    with pytest.raises(CacheGapError, match="consecutive"):
+        ops.append(*new_tokens(2, 2), state, 0, torch.tensor([16, 18]), None)
+    ops.append(*new_tokens(2, 1), state, 0, torch.tensor([PAGE]), None)
+    everything = torch.ones(2, 1, 1, 50, dtype=torch.bool)
+    for mask in (everything, additive(everything, 0.0), None):
+        with pytest.raises(CacheGapError, match=r"50 columns .* the 17"):
+            ops.attend(queries(2, 1), state, PAGE, None, mask, False, SCALE, 50)
+
+
+def test_a_state_that_outlived_its_store_is_a_named_error() -> None:
+    state = filled_store(3).store.state
+    with pytest.raises(StaleHandleError, match="no longer exists"):
+        ops.attend(queries(2, 1), state, 3, None, None, False, SCALE, 3)
+
+
+def test_a_clone_of_the_state_is_as_good() -> None:
+    case = filled_store(PAGE)
+    clone = case.store.state.clone()
+    k, v = new_tokens(2, 30 * PAGE)  # the block table moves; the clone still has its old address
+    ops.append(k, v, clone, PAGE, None, None)
+    q = queries(2, 1)
+    out = ops.attend(q, clone, 31 * PAGE - 1, None, None, False, SCALE, 31 * PAGE)
+    dense_k, dense_v = torch.cat([case.dense_k, k], 2), torch.cat([case.dense_v, v], 2)
+    torch.testing.assert_close(out, attention(q, dense_k, dense_v))
+
+
+def test_materialize_reads_what_an_anchor_names() -> None:
+    case = filled_store(20)
+    for role, dense in (("k", case.dense_k), ("v", case.dense_v)):
+        anchor = case.store.anchors["k" if role == "k" else "v"]
+        out = ops.materialize(anchor, [2, HEADS, 11, dense.shape[3]], torch.float32)
+        assert torch.equal(out, dense[:, :, :11])
+
+
+def graph(
+    x: torch.Tensor, state: torch.Tensor, past: int, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """One layer's worth of work around the operators, two layers deep on one store's state."""
+    batch, tokens = x.shape[:2]
+    k = (x * 2).view(batch, tokens, HEADS, DIM_QK).transpose(1, 2)
+    v = (x + 1).view(batch, tokens, HEADS, DIM_QK).transpose(1, 2)[..., :DIM_VO]
+    ops.append(k, v, state, past, None, mask)
+    q = x.view(batch, tokens, HEADS, DIM_QK).transpose(1, 2).sin()
+    out: torch.Tensor = ops.attend(q, state, past, None, mask, False, SCALE, past + tokens, DIM_VO)
+    return out.transpose(1, 2).reshape(batch, tokens, -1) * 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@torch.no_grad()
+def test_inside_compiled_graphs(backend: str) -> None:
+    compiled = torch.compile(graph, backend=backend, fullgraph=True, dynamic=True)
+    plain, fast = empty_store(), empty_store()
+    past = 0
+    for tokens in (5, 1, 1, PAGE, 1, 1):
+        x = torch.randn(2, tokens, HEADS * DIM_QK)
+        mask = causal_mask(past, tokens, [0, 2])
+        expected = graph(x, plain.state, past, mask)
+        torch.testing.assert_close(compiled(x, fast.state, past, mask), expected)
+        past += tokens
+        plain.commit(past)
+        fast.commit(past)
+    assert torch.equal(plain.materialize("k"), fast.materialize("k"))
+    assert torch.equal(plain.materialize("v"), fast.materialize("v"))
+
+
+def big_store(tokens: int) -> PagedStore:
+    store = empty_store(batch=2, page_size=64)
+    store.append(*new_tokens(2, tokens), 0)
+    store.commit(tokens)
+    return store
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@torch.no_grad()
+def test_a_compiled_step_copies_no_cache() -> None:
+    store = big_store(4096)
+    compiled = torch.compile(graph, backend="inductor", fullgraph=True)
+    x = torch.randn(2, 1, HEADS * DIM_QK)
+    store.reserve(4096, 8)
+    for _ in range(2):
+        compiled(x, store.state, 4096, None)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        compiled(x, store.state, 4096, None)
+    allocated = sum(max(event.self_cpu_memory_usage, 0) for event in trace.key_averages())
+    assert store.stored_bytes().codes > 1_000_000
+    assert allocated < 50_000
