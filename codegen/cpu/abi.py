@@ -17,7 +17,8 @@ Parameter = tuple[str, str]
 
 PACKED = """
 // the same, its arguments as words in a row
-extern "C" int64_t ${symbol}_packed(const char* arguments) {
+extern "C" int64_t ${symbol}_packed(
+    const char* arguments) {
   int64_t w[$count];
   memcpy(w, arguments, sizeof w);
 $double  return $symbol(

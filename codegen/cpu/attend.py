@@ -132,11 +132,11 @@ extern "C" int64_t ${symbol}_scratch_bytes(
 }
 
 $signature
-  if (query_len < 1 || query_len > $most_queries || kv_len < 0 || num_kv_heads < 1) return 1;
+  if ($bad_query_len || kv_len < 0 || num_kv_heads < 1) return 1;
 $ignored  const Store store(state);
   const int64_t chunks = (kv_len + $last_in_chunk) / $chunk, heads = num_kv_heads;
   const Call call{store, q_BHSD, q_sb, q_sh, q_ss, out_BHSD, o_sb, o_sh, o_ss,
-                  ${mask_arguments}heads, query_len, kv_len, chunks, scratch, scale};
+$mask_arguments                  heads, query_len, kv_len, chunks, scratch, scale};
   const int64_t items = store.batch * heads * chunks;
   const int64_t rows = $rows, out_rows = store.batch * heads * rows;
   const bool parallel = threads > 1 && store.batch * heads * kv_len * query_len > 768;
@@ -227,7 +227,8 @@ def _glossary(shape: AttendShape) -> str:
     assert spec.mask is not None
     return comment(
         [
-            f"{spec.symbol}: out = softmax(q K^T * scale + mask) V, K and V in pages",
+            spec.symbol,
+            "out = softmax(q K^T * scale + mask) V, K and V in pages",
             "",
             f"B rows   K KV heads   G {shape.group} query heads per KV head   H = K * G",
             f"S {queries} query tokens   T kv_len tokens   "
@@ -332,6 +333,7 @@ def _attend_chunk(shape: AttendShape) -> str:
 
 def _main(shape: AttendShape) -> str:
     spec = shape.spec
+    one = spec.queries == "one"
     has_mask = spec.mask in ("bool", "additive")
     ignored = ""
     if not has_mask:
@@ -346,8 +348,8 @@ def _main(shape: AttendShape) -> str:
         chunk=shape.chunk,
         last_in_chunk=shape.chunk - 1,
         out_channels=shape.out_channels,
-        most_queries=1 if spec.queries == "one" else 16,
+        bad_query_len="query_len != 1" if one else "query_len < 1 || query_len > 16",
         ignored=ignored,
-        mask_arguments="mask_BHST, m_sb, m_sh, m_ss, m_st, " if has_mask else "",
-        rows=str(shape.group) if spec.queries == "one" else f"query_len * {shape.group}",
+        mask_arguments=f"{' ' * 18}mask_BHST, m_sb, m_sh, m_ss, m_st,\n" if has_mask else "",
+        rows=str(shape.group) if one else f"query_len * {shape.group}",
     )

@@ -216,7 +216,8 @@ def copy_kernel(spec: KernelSpec, title: str, tensors: str, *parts: str) -> Kern
     """
     glossary = comment(
         [
-            f"{spec.symbol}: {title}",
+            spec.symbol,
+            title,
             "",
             "B rows   K KV heads   S, T tokens   "
             f"Dk {spec.head_dim_qk}   Dv {spec.head_dim_vo}   P {spec.page_size}",

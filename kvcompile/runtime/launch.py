@@ -103,7 +103,12 @@ def attend(
     Raises:
         ValueError: Shapes do not fit the store, or a mask comes with `causal`.
     """
-    rule: object = causal if mask is None else mask.dtype
+    if mask is None:
+        rule: object = causal
+    elif causal:
+        raise ValueError("attention is either causal or has a mask")
+    else:
+        rule = mask.dtype
     group = q.shape[1] // store.num_kv_heads
     key = (store.layout.symbol, q.dtype, group, rule, q.shape[2] == 1)
     launcher = _attends.get(key)
@@ -256,8 +261,6 @@ def _new_attend(
     store: Store, q: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
 ) -> Attend:
     """Choose how queries and masks of these dtypes are served, after checking what is fixed."""
-    if mask is not None and causal:
-        raise ValueError("attention is either causal or has a mask")
     if q.shape[1] % store.num_kv_heads:
         raise ValueError(f"{q.shape[1]} query heads do not share {store.num_kv_heads} KV heads")
     kind: MaskKind = "causal" if causal else "none"

@@ -16,7 +16,7 @@ POISON = 0xFF
 
 
 class FakeStore:
-    """Pages of one layer in poisoned slabs, handed out in a shuffled order.
+    """Pages of one layer, poisoned and handed out in a shuffled order.
 
     Attributes:
         layout: Layout of the records.
@@ -24,7 +24,7 @@ class FakeStore:
         dtype: Dtype of gathered tensors.
         batch: Rows.
         state: int64[8], what kernels read.
-        slabs: uint8 tensors.
+        memory: All pages, uint8[pages, K, record bytes], in the order of their ids.
     """
 
     def __init__(
@@ -36,25 +36,39 @@ class FakeStore:
         tokens: int,
         starts: Sequence[int] = (0,),
         seed: int = 0,
-        first_slab: int = 0,
+        first_page: int = 0,
         slab_shift: int = 2,
     ) -> None:
+        """Make an empty store.
+
+        Args:
+            layout: Layout of the records.
+            num_kv_heads: Records per page.
+            dtype: Dtype of gathered tensors.
+            tokens: Tokens that must fit into a row.
+            starts: Left-padding tokens per row.
+            seed: Decides where the pages lie.
+            first_page: Lowest page id. The pages below it are never touched and do not exist:
+                the addresses of their slabs are zero, or lie before the memory that is there.
+            slab_shift: log2(pages per slab).
+        """
         self.layout = layout
         self.num_kv_heads = num_kv_heads
         self.dtype = dtype
         self.batch = len(starts)
         self.starts = torch.tensor(starts, dtype=torch.int32)
         columns = -(-tokens // layout.page_size) + 1
-        pages = self.batch * columns
-        num_slabs = -(-pages // (1 << slab_shift)) + 1
+        pages = self.batch * columns + 3
         page_bytes = layout.page_bytes(num_kv_heads)
-        size = page_bytes << slab_shift
-        self.slabs = [torch.full((size,), POISON, dtype=torch.uint8) for _ in range(num_slabs)]
-        self.slab_table = torch.zeros(first_slab + num_slabs, dtype=torch.int64)
-        self.slab_table[first_slab:] = torch.tensor([slab.data_ptr() for slab in self.slabs])
-        ids = list(range(first_slab << slab_shift, (first_slab + num_slabs) << slab_shift))
+        self.memory = torch.full((pages, num_kv_heads, layout.record_bytes), POISON).byte()
+        base = self.memory.data_ptr() - first_page * page_bytes
+        slabs = range((first_page >> slab_shift), (first_page + pages >> slab_shift) + 1)
+        self.slab_table = torch.zeros(slabs.stop, dtype=torch.int64)
+        for slab in slabs:
+            self.slab_table[slab] = base + (slab << slab_shift) * page_bytes
+        ids = list(range(first_page, first_page + pages))
         random.Random(seed).shuffle(ids)
-        self.block_table = torch.tensor(ids[:pages], dtype=torch.int32).view(self.batch, columns)
+        self.block_table = torch.tensor(ids[:-3], dtype=torch.int32).view(self.batch, columns)
         self.state = torch.tensor(
             [
                 self.slab_table.data_ptr(),
@@ -67,27 +81,16 @@ class FakeStore:
                 0,
             ]
         )
-        self._first_page = first_slab << slab_shift
-
-    def record(self, row: int, page: int, head: int) -> torch.Tensor:
-        """Return the record of a KV head in the `page`-th page of a row: a view of bytes."""
-        place = int(self.block_table[row, page]) - self._first_page
-        shift, page_bytes = int(self.state[4]), int(self.state[5])
-        slab, in_slab = place >> shift, place & ((1 << shift) - 1)
-        start = in_slab * page_bytes + head * self.layout.record_bytes
-        return self.slabs[slab][start : start + self.layout.record_bytes]
+        self._first_page = first_page
 
     def records(self) -> torch.Tensor:
         """Return a copy of all records in logical order, uint8[B, pages, K, bytes]."""
-        rows, columns = self.block_table.shape
-        return torch.stack(
-            [
-                torch.stack(
-                    [
-                        torch.stack([self.record(b, p, h) for h in range(self.num_kv_heads)])
-                        for p in range(columns)
-                    ]
-                )
-                for b in range(rows)
-            ]
-        )
+        return self.memory[self.block_table.long() - self._first_page]
+
+    def stored(self, role: Role, tokens: int) -> torch.Tensor:
+        """Return the tokens below `tokens` of one role as [B, K, T, D], left padding as zeros."""
+        dense = self.layout.unpack(self.records())[role == "v"].transpose(1, 2).flatten(2, 3)
+        shifted = torch.zeros(*dense.shape[:2], tokens, dense.shape[3], dtype=dense.dtype)
+        for row, start in enumerate(self.starts.tolist()):
+            shifted[row, :, start:] = dense[row, :, : max(tokens - start, 0)]
+        return shifted

@@ -1,0 +1,247 @@
+"""Running kernels on poisoned stores, and how far they may be from the float64 reference.
+
+Letters: B batch, S query tokens, T cached tokens, H query heads, K KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvcompile.codegen.cpu.compile import Kernel
+from kvcompile.codegen.layout import RecordLayout
+from kvcompile.codegen.spec import DTypeName, IsaName, KernelSpec, MaskKind, Op, Queries
+from kvcompile.reference.attention import attention
+from kvcompile.runtime import torch_path
+from tests.support.fake_store import FakeStore
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+UNIT = 2.0**-24
+"""Unit roundoff of fp32, in which everything is accumulated."""
+
+OUTPUT_UNIT = {torch.float32: UNIT, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One kernel and the model it serves."""
+
+    dtype: DTypeName = "bf16"
+    store: DTypeName | None = None
+    dims: tuple[int, int] = (64, 64)
+    group: int = 3
+    kv_heads: int = 2
+    page_size: int = 32
+    mask: MaskKind = "none"
+    mask_dtype: DTypeName | None = None
+    queries: Queries = "one"
+    chunk: int = 256
+
+    def __str__(self) -> str:
+        return self.spec("portable", "attend").symbol.removeprefix("attend_portable_")
+
+    def spec(self, isa: IsaName, op: Op) -> KernelSpec:
+        """Return the spec of one of its kernels."""
+        stored = self.store or self.dtype
+        attend = op == "attend"
+        return KernelSpec(
+            op=op,
+            isa=isa,
+            dtype=self.dtype,
+            k_format=stored,
+            v_format=stored,
+            head_dim_qk=self.dims[0],
+            head_dim_vo=self.dims[1],
+            page_size=self.page_size,
+            q_heads_per_kv_head=self.group if attend else None,
+            mask=self.mask if attend else None,
+            mask_dtype=self.mask_dtype if attend else None,
+            queries=self.queries if attend else None,
+            chunk=self.chunk if attend else None,
+        )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Dtype of queries, new K and V, and outputs."""
+        return DTYPES[self.dtype]
+
+    def layout(self) -> RecordLayout:
+        """Return the layout of its records."""
+        stored = self.store or self.dtype
+        return RecordLayout(stored, stored, *self.dims, self.page_size)
+
+    def empty_store(
+        self,
+        tokens: int,
+        starts: Sequence[int] = (0,),
+        *,
+        seed: int = 0,
+        first_page: int = 0,
+        slab_shift: int = 2,
+    ) -> FakeStore:
+        """Return a store of poison."""
+        return FakeStore(
+            self.layout(),
+            num_kv_heads=self.kv_heads,
+            dtype=self.torch_dtype,
+            tokens=tokens,
+            starts=starts,
+            seed=seed,
+            first_page=first_page,
+            slab_shift=slab_shift,
+        )
+
+    def filled_store(
+        self,
+        tokens: int,
+        starts: Sequence[int] = (0,),
+        *,
+        seed: int = 0,
+        first_page: int = 0,
+        slab_shift: int = 2,
+    ) -> FakeStore:
+        """Return a store of random tokens, poison everywhere else; equal but for the places."""
+        store = self.empty_store(
+            tokens, starts, seed=seed, first_page=first_page, slab_shift=slab_shift
+        )
+        k, v = self.new_tokens(len(starts), tokens)
+        torch_path.append(store, k, v, 0)
+        return store
+
+    def new_tokens(self, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return random k and v [B, K, T, D], the same for the same sizes."""
+        random = torch.Generator().manual_seed(tokens)
+        k, v = (
+            torch.randn(batch, self.kv_heads, tokens, dim, generator=random) for dim in self.dims
+        )
+        return k.to(self.torch_dtype), v.to(self.torch_dtype)
+
+    def new_queries(self, batch: int, queries: int) -> torch.Tensor:
+        """Return random q [B, H, S, Dk]; a strided view, as a projection leaves it."""
+        heads = self.group * self.kv_heads
+        q = torch.randn(batch, queries, heads, self.dims[0] + 3).to(self.torch_dtype)
+        return q[..., 1:-2].transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of attend; a mask is anything that broadcasts to [B, H, S, kv_len or more]."""
+
+    store: FakeStore
+    q: torch.Tensor
+    kv_len: int
+    mask: torch.Tensor | None = None
+    causal: bool = False
+
+    @property
+    def scale(self) -> float:
+        return 1 / math.sqrt(self.q.shape[-1])
+
+    def bias(self) -> torch.Tensor:
+        """Return the float64 bias [B, 1 or H, S, T] that says the same as mask and padding."""
+        positions = torch.arange(self.kv_len)
+        seen = (positions >= self.store.starts[:, None])[:, None, None, :]
+        seen = seen.expand(-1, -1, self.q.shape[2], -1)
+        if self.causal:
+            seen = seen & (positions <= torch.arange(self.q.shape[2])[:, None])
+        bias = torch.zeros((), dtype=torch.float64)
+        if self.mask is not None:
+            given = self.mask if self.mask.shape[-1] == 1 else self.mask[..., : self.kv_len]
+            if given.dtype is torch.bool:
+                seen = seen & given
+            else:
+                bias = given.double()
+        return torch.where(seen, bias, -math.inf)
+
+    def reference(self) -> torch.Tensor:
+        """Return the float64 attention over what is stored."""
+        k, v = (self.store.stored(role, self.kv_len).double() for role in ("k", "v"))
+        return attention(self.q.double(), k, v, mask=self.bias(), scale=self.scale)
+
+    def bound(self, chunk: int) -> torch.Tensor:
+        """Return how far an fp32 kernel with one rounding at the end may be from the reference.
+
+        To first order in u = 2^-24, with scores in units of log2:
+
+        * a score is a dot product of D terms in at least two chains, of queries rounded twice
+          (the factor, the product): its error is at most (D/2 + 6) u A, A the sum of |q k|;
+          a bias adds its two roundings, and that of the sum. A bias beyond 1e30 swallows every
+          score without a trace, in fp32 as in float64.
+        * the weight 2^(s - m) has the relative error ln2 (error of s) + ln2 u |m - s| for the two
+          subtractions (the token from its chunk, the chunk from all), and 16 u for the two powers
+          of two (polynomial 2^-21 each, library 2^-23). m itself cancels. Weights below 2^-126
+          are flushed.
+        * a sum of n weights, or of n weighted values, over one chunk and then over all chunks has
+          the relative error (n + chunks + 4) u with respect to the sum of absolute values;
+          multiplication and addition may round separately, which adds u per term and is absorbed
+          by counting the chunk's terms twice.
+        * the quotient adds 2 u, the output its own unit roundoff.
+        """
+        k, v = (self.store.stored(role, self.kv_len).double() for role in ("k", "v"))
+        q, bias = self.q.double(), self.bias()
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        log2e = 1 / math.log(2)
+        scores = q @ k.mT * self.scale + bias
+        size = q.abs() @ k.abs().mT * self.scale * log2e
+        finite = bias.masked_fill(bias.abs() > 1e30, 0).abs() * log2e
+        score_error = UNIT * ((q.shape[-1] / 2 + 6) * size + 3 * finite + size + finite)
+
+        highest = scores.amax(-1, keepdim=True)
+        below = ((highest - scores) * log2e).nan_to_num(0, 0, 0)
+        weight_error = math.log(2) * (score_error + UNIT * below) + 16 * UNIT
+        weights = torch.softmax(scores, -1).nan_to_num(0)
+        chunks = -(-self.kv_len // chunk)
+        sum_error = (2 * min(chunk, self.kv_len) + chunks + 6) * UNIT
+
+        size = weights @ v.abs()
+        numerator = (weights * weight_error) @ v.abs() + sum_error * size
+        denominator = (weights * weight_error).sum(-1, keepdim=True) + sum_error
+        out = (weights @ v).abs()
+        flushed = 2.0**-120 * v.abs().amax()
+        fp32 = numerator + out * denominator + 2 * UNIT * out + flushed
+        unit = OUTPUT_UNIT[self.q.dtype]
+        return 1.01 * (fp32 + unit * (out + fp32)) + SMALLEST[self.q.dtype]
+
+    def check(self, out: torch.Tensor, chunk: int = 256) -> None:
+        """Assert that `out` is within the bound."""
+        excess = (out.double() - self.reference()).abs() - self.bound(chunk)
+        assert not out.isnan().any(), "NaN from a place that must not be read"
+        assert excess.max() <= 0, f"beyond the bound by {excess.max():.3e}"
+
+
+def run_attend(kernel: Kernel, problem: Problem, *, threads: int = 1) -> torch.Tensor:
+    """Call an attend kernel with poisoned scratch and output."""
+    q, store = problem.q, problem.store
+    batch, heads, queries, _ = q.shape
+    poison = torch.full((batch, queries, heads, kernel.spec.head_dim_vo), math.nan, dtype=q.dtype)
+    out = poison.transpose(1, 2)
+    assert kernel.scratch_bytes is not None
+    size = kernel.scratch_bytes(batch, store.num_kv_heads, queries, problem.kv_len)
+    scratch = torch.full((size // 4 + 1,), math.nan)
+    mask_part = [0, 0, 0, 0, 0]
+    if problem.mask is not None:
+        columns = max(problem.mask.shape[-1], problem.kv_len)
+        mask = problem.mask.expand(batch, heads, queries, columns)
+        mask_part = [mask.data_ptr(), *mask.stride()]
+    status = kernel.call(
+        store.state.data_ptr(),
+        q.data_ptr(),
+        *q.stride()[:3],
+        out.data_ptr(),
+        *out.stride()[:3],
+        *mask_part,
+        store.num_kv_heads,
+        queries,
+        problem.kv_len,
+        scratch.data_ptr(),
+        threads,
+        problem.scale,
+    )
+    assert status == 0
+    assert scratch[-1].isnan(), "scratch overrun"
+    return out
