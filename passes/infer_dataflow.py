@@ -13,6 +13,7 @@ from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.ir.stage import Stage
 from kvcompile.passes.ir.stream import CacheStream, StateUpdate, UpdateKind
 from kvcompile.passes.patterns.layout import (
+    fixed,
     is_call,
     is_prefix_slice,
     peel,
@@ -80,10 +81,11 @@ def _stream(program: Program, site: AttentionSite) -> CacheStream | Missed:
             )
     capacity = None
     if "index_copy" in k.kind:
-        sizes = [value(u.state).shape[u.token_dim] for u in (k, v)]  # type: ignore[union-attr]
-        if not all(isinstance(s, int) for s in sizes[:1]):
-            return Missed("KVC208", "the static buffer has a symbolic length", k.state)
-        capacity = int(sizes[0])
+        sizes = [fixed(u.state.meta["val"].shape[u.token_dim]) for u in (k, v)]
+        # The mask fixes the length of the keys; that of the values may still be a symbol.
+        capacity = sizes[0]
+        if capacity is None or sizes[1] not in (None, capacity):
+            return Missed("KVC208", f"static buffers of lengths {sizes}, not one number", k.state)
     return CacheStream(site=site.index, k=k, v=v, capacity=capacity)
 
 

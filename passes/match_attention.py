@@ -14,7 +14,7 @@ from kvcompile.passes.ir.site import AttentionSite
 from kvcompile.passes.ir.source import module_path, where
 from kvcompile.passes.ir.stage import Stage
 from kvcompile.passes.patterns import sdpa, softmax
-from kvcompile.passes.patterns.layout import value
+from kvcompile.passes.patterns.layout import fixed, value
 
 if TYPE_CHECKING:
     from kvcompile.passes.ir.program import Program
@@ -101,7 +101,7 @@ def _check(found: Candidate) -> Candidate | Missed:
     assert k is not None
     assert v is not None
     sizes = (q.shape[1], k.shape[1], v.shape[1], k.shape[3], v.shape[3], q.shape[3])
-    if not all(isinstance(s, int) for s in sizes):
+    if any(fixed(size) is None for size in sizes):
         return Missed("KVC106", "the number of heads or the head dimension is symbolic", found.out)
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
         shapes = f"query {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"

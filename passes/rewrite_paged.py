@@ -14,7 +14,7 @@ from kvcompile.passes.canonicalize import IS_HANDLE
 from kvcompile.passes.ir.program import Binding, Program, SizeSource, StateBinding
 from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.ir.stage import Stage
-from kvcompile.passes.patterns.layout import is_prefix_slice, peel, same_size, value
+from kvcompile.passes.patterns.layout import fixed, is_prefix_slice, peel, same_size, value
 
 if TYPE_CHECKING:
     from kvcompile.passes.ir.site import AttentionSite
@@ -228,8 +228,8 @@ def _past_length(program: Program, stream: CacheStream) -> fx.node.Argument | Mi
 def _size(program: Program, node: fx.Node, dim: int) -> fx.node.Argument:
     """Return a size of a node: a number, or a node that holds the same symbol."""
     size = node.meta["val"].shape[dim]
-    if not isinstance(size, torch.SymInt):
-        return int(size)
+    if (number := fixed(size)) is not None:
+        return number
     for holder in program.graph.nodes:
         val = holder.meta.get("val")
         if holder.op == "placeholder" and isinstance(val, torch.SymInt) and same_size(val, size):
@@ -271,8 +271,8 @@ def _state_binding(
 
 def _size_source(inputs: list[fx.Node], size: int | torch.SymInt) -> SizeSource | None:
     """Return where a size can be read off the inputs, or None."""
-    if not isinstance(size, torch.SymInt):
-        return SizeSource(int(size))
+    if (number := fixed(size)) is not None:
+        return SizeSource(number)
     for i, node in enumerate(inputs):
         val = node.meta["val"]
         if isinstance(val, torch.SymInt) and same_size(val, size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,13 +19,14 @@ def print_program(program: Program) -> str:
     """
     code = program.graph.python_code(root_module="self", verbose=True)
     lines = [
-        f'"""{program.stage.name.lower()} after {program.made_by}, '
-        f'{program.seconds.get(program.made_by, 0.0) * 1e3:.0f} ms"""',
+        f'"""{program.stage.name.lower()}, made by {program.made_by}"""',
         "",
         _IMPORTS,
     ]
     lines += [f"# {line}" for line in _facts(program)]
-    return "\n".join(lines) + code.src
+    # The same text on every machine: the file's name says enough.
+    source = re.sub(r"# File: (?:\S*[/\\])?([^\s/\\]+:\d+)", r"# \1", code.src)
+    return "\n".join(lines) + source
 
 
 def _facts(program: Program) -> list[str]:

@@ -41,6 +41,15 @@ def same_size(a: object, b: object) -> bool:
     return bool(left == right)
 
 
+def fixed(size: object) -> int | None:
+    """Return a size as a number if it is one: a symbol may have been specialised since."""
+    if isinstance(size, torch.SymInt):
+        expr = size.node.expr
+        return int(expr) if expr.is_number else None
+    assert isinstance(size, int)
+    return size
+
+
 def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two shapes are known to be equal without adding a guard."""
     return a.dim() == b.dim() and all(

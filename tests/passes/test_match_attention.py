@@ -1,0 +1,83 @@
+import pytest
+import torch
+
+from tests.support.attentions import Sdpa, Softmax
+from tests.support.programs import capture, codes, past, qkv
+
+REWRITTEN = ["KVC100", "KVC200", "KVC300", "KVC400", "KVC500"]
+
+VISIBLE = torch.tensor([[[[True] * 8], [[True] * 8]]]).view(2, 1, 1, 8).clone()
+VISIBLE[0, :, :, :3] = False
+
+
+@pytest.mark.parametrize("repeating", ["gqa", "expand", "interleave"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_sdpa_spellings(repeating: str, masked: bool) -> None:
+    model = Sdpa(repeating).eval()
+    program, _ = capture(model, *qkv(1), past(7), VISIBLE if masked else None)
+    assert codes(program) == REWRITTEN
+    (site,) = program.sites
+    assert (site.pattern, site.mask_kind) == ("sdpa", "bool" if masked else "none")
+    assert (site.num_q_heads, site.num_kv_heads, site.head_dim_qk) == (4, 2, 8)
+    assert site.scale == pytest.approx(8**-0.5)
+
+
+@pytest.mark.parametrize("scaling", ["mul", "div", "query"])
+@pytest.mark.parametrize(
+    ("masking", "kind", "hides"),
+    [
+        ("add", "additive", False),
+        ("masked_fill", "bool", True),
+        ("where", "bool", False),
+    ],
+)
+def test_softmax_spellings(scaling: str, masking: str, kind: str, hides: bool) -> None:
+    model = Softmax(masking, scaling).eval()
+    program, _ = capture(model, *qkv(1), past(7), VISIBLE)
+    assert codes(program) == REWRITTEN
+    (site,) = program.sites
+    assert (site.pattern, site.mask_kind, site.mask_hides) == ("softmax", kind, hides)
+    assert site.num_kv_heads == 2
+    assert site.scale == pytest.approx(1.0 if scaling == "query" else 8**-0.5)
+
+
+def test_softmax_without_a_mask() -> None:
+    program, _ = capture(Softmax().eval(), *qkv(1), past(7))
+    assert codes(program) == REWRITTEN
+    assert program.sites[0].mask_kind == "none"
+
+
+def test_a_capped_score_is_refused_with_the_line_and_the_nearest_pattern() -> None:
+    program, _ = capture(Softmax("tanh").eval(), *qkv(1), past(7), VISIBLE)
+    (remark,) = program.remarks
+    assert (remark.kind, remark.code) == ("missed", "KVC116")
+    assert remark.where.startswith("attentions.py:")
+    assert remark.near_miss == "softmax attention, 1 of 4 parts"
+    assert remark.hint
+
+
+def test_active_dropout_is_refused() -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+
+    program, _ = capture(attend, *qkv(3, heads=2))
+    assert codes(program) == ["KVC102"]
+
+
+def test_other_softmaxes_are_no_attention() -> None:
+    program, _ = capture(lambda x: torch.softmax(x, -1), torch.randn(2, 3))
+    assert codes(program) == ["KVC101"]
+
+
+def test_a_softmax_over_experts_is_refused_with_a_reason() -> None:
+    program, _ = capture(lambda x: torch.softmax(x, -1) + 1, torch.randn(2, 3, 4, 5))
+    assert codes(program) == ["KVC111"]
+
+
+def test_masks_of_a_positive_fill_are_refused() -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = (q @ k.transpose(2, 3)).masked_fill(q.sum() > 0, -3.0)
+        return torch.softmax(scores, -1) @ v
+
+    program, _ = capture(attend, *qkv(3, heads=2))
+    assert codes(program) == ["KVC115"]
