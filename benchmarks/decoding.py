@@ -38,15 +38,15 @@ class Decoder:
     def prefill(self, ids: torch.Tensor, *, chunk: int | None = None) -> None:
         """Feed a prompt, int64 [1, S]; `chunk` tokens at a time, which bounds the memory."""
         start = time.perf_counter()
-        for part in torch.split(ids, chunk or ids.shape[1], dim=1):  # type: ignore[no-untyped-call]
-            logits = self.run(part, past_key_values=self.cache, logits_to_keep=1).logits
+        for part in ids.split(chunk or ids.shape[1], dim=1):
+            logits = self.run(part, cache=self.cache, logits_to_keep=1).logits
         self.token = logits[:, -1:].argmax(-1)
         self.prefill_seconds = time.perf_counter() - start
 
     @torch.no_grad()
     def step(self) -> torch.Tensor:
         """Decode one token; return its logits [1, 1, vocabulary]."""
-        logits = self.run(self.token, past_key_values=self.cache, logits_to_keep=1).logits
+        logits = self.run(self.token, cache=self.cache, logits_to_keep=1).logits
         self.token = logits.argmax(-1)
         assert isinstance(logits, torch.Tensor)
         return logits
@@ -59,7 +59,7 @@ def new_decoder(model: PreTrainedModel, run: Any) -> Decoder:
 
 def kv_bytes(cache: Cache) -> int:
     """Return the bytes a cache holds: of its pages, or of its dense tensors."""
-    if paged := int(kvcompile.memory_report(cache).allocated_bytes):
+    if paged := int(kvcompile.memory_report(cache).allocated):
         return paged
     states = [getattr(layer, name) for layer in cache.layers for name in ("keys", "values")]
     return sum(int(state.nbytes) for state in states)

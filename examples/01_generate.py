@@ -2,10 +2,11 @@
 
 Uses the demonstration model if it has been fetched (`make model`), else a tiny random Llama.
 
-    python examples/01_generate.py ["a prompt"]
+    python examples/01_generate.py "a prompt"
+    python examples/01_generate.py --tiny
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -16,9 +17,9 @@ import kvcompile
 MODEL_FOLDER = Path(__file__).parents[1] / ".cache" / "models" / "SmolLM2-135M-Instruct"
 
 
-def load() -> tuple[torch.nn.Module, AutoTokenizer | None]:
+def load(*, tiny: bool) -> tuple[torch.nn.Module, AutoTokenizer | None]:
     """Return a model in float32 and its tokenizer; a random model has none."""
-    if MODEL_FOLDER.exists():
+    if MODEL_FOLDER.exists() and not tiny:
         model = AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=torch.float32)
         return model.eval(), AutoTokenizer.from_pretrained(MODEL_FOLDER)
     torch.manual_seed(0)
@@ -33,20 +34,24 @@ def load() -> tuple[torch.nn.Module, AutoTokenizer | None]:
     return LlamaForCausalLM(config).eval(), None
 
 
-def main(prompt: str = "Why is the sky blue?", max_new_tokens: int = 48) -> None:
+def main() -> None:
     """Generate with and without the backend and compare."""
-    model, tokenizer = load()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("prompt", nargs="?", default="Why is the sky blue?")
+    parser.add_argument("--tiny", action="store_true", help="a random model, ready in seconds")
+    args = parser.parse_args()
+    model, tokenizer = load(tiny=args.tiny)
     if tokenizer is None:
         ids = torch.randint(3, 256, (1, 12))
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     else:
         inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
+            [{"role": "user", "content": args.prompt}],
             add_generation_prompt=True,
             return_tensors="pt",
             return_dict=True,
         )
-    settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 0}
+    settings = {"max_new_tokens": 48, "do_sample": False, "pad_token_id": 0}
 
     expected = model.generate(**inputs, **settings)
 
@@ -56,8 +61,8 @@ def main(prompt: str = "Why is the sky blue?", max_new_tokens: int = 48) -> None
     new_tokens = result.sequences[0, inputs["input_ids"].shape[1] :]
     print(tokenizer.decode(new_tokens) if tokenizer else f"tokens: {new_tokens.tolist()}")
     print(f"\nthe same tokens as the unmodified model: {torch.equal(result.sequences, expected)}")
-    print(kvcompile.memory_report(result.past_key_values))
+    print(kvcompile.memory_report(result.cache))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main()

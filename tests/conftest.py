@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.golden import Golden
-from tests.support.smollm2 import MODEL_FOLDER
+pytest.register_assert_rewrite("tests.support")
+
+from tests.support.golden import Golden  # noqa: E402 -- its asserts are rewritten only from here on
+from tests.support.smollm2 import MODEL_FOLDER  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -36,7 +36,7 @@ def test_prompt_lookup_crops() -> None:
     expected = model.generate(ids, **arguments).sequences
     result = compiled(model).generate(ids, **arguments)
     assert result.sequences.tolist() == expected.tolist()
-    assert kvcompile.memory_report(result.past_key_values).materializations == {}
+    assert kvcompile.memory_report(result.cache).materializations == {}
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -46,21 +46,21 @@ def test_beam_search(cache: str) -> None:
     expected = model.generate(prompt(20), **arguments).sequences
     result = compiled(model).generate(prompt(20), **arguments)
     assert result.sequences.tolist() == expected.tolist()
-    assert kvcompile.memory_report(result.past_key_values).materializations == {}
+    assert kvcompile.memory_report(result.cache).materializations == {}
 
 
 def test_beams_share_the_pages_of_their_prompt() -> None:
     model = tiny_llama()
     arguments = settings(4, num_beams=4)
     result = compiled(model).generate(prompt(320), **arguments)
-    report = kvcompile.memory_report(result.past_key_values)
-    assert report.stored_bytes < 2 * exact_bytes(model, 320 + 4 * 4)
+    report = kvcompile.memory_report(result.cache)
+    assert report.stored < 2 * exact_bytes(model, 320 + 4 * 4)
 
 
 def feed(run: Run, cache: DynamicCache, ids: torch.Tensor) -> torch.Tensor:
     """Run a model on more tokens of a sequence; return the last logits [B, vocabulary]."""
     with torch.no_grad():
-        logits = run(ids, past_key_values=cache).logits[:, -1]
+        logits = run(ids, cache=cache).logits[:, -1]
     assert isinstance(logits, torch.Tensor)
     return logits
 
@@ -121,12 +121,14 @@ def test_operation(scenario: Callable[[Run, PreTrainedModel], list[torch.Tensor]
 
 
 def test_crop_gives_pages_back() -> None:
+    """With the next step: until then the longer cache may still be wanted."""
     model = tiny_llama()
     run, cache = compiled(model), DynamicCache(config=model.config)
     feed(run, cache, prompt(200))
     feed(run, cache, prompt(1))
     cache.crop(-150)
-    assert_paged(cache, exact_bytes(model, 51))
+    feed(run, cache, prompt(1))
+    assert_paged(cache, exact_bytes(model, 52))
 
 
 def test_a_cache_that_dies_gives_its_memory_back() -> None:
@@ -134,9 +136,7 @@ def test_a_cache_that_dies_gives_its_memory_back() -> None:
     model = tiny_llama()
     run = compiled(model)
     sizes = [
-        kvcompile.memory_report(
-            run.generate(prompt(64), **settings(8)).past_key_values
-        ).allocated_bytes
+        kvcompile.memory_report(run.generate(prompt(64), **settings(8)).past_key_values).allocated
         for _ in range(4)
     ]
     assert sizes == sizes[:1] * 4

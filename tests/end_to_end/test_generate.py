@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.support import tiny_models
-from tests.support.compiled import assert_same_generation
+from tests.support.compiled import assert_same_generation, compiled
 from tests.support.tiny_models import prompt, tiny_llama
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("fresh_dynamo")]
@@ -34,20 +34,24 @@ def test_families(build: Callable[[], PreTrainedModel], cache: str) -> None:
     assert_same_generation(build(), prompt(11), 24, cache_implementation=cache)
 
 
-@CACHES
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 31, 32, 33, 65, 200])
-def test_prompt_lengths(length: int, cache: str) -> None:
-    """Around a page of 32 tokens, and through it while decoding."""
-    assert_same_generation(tiny_llama(), prompt(length), 36, cache_implementation=cache)
+@pytest.mark.parametrize(
+    ("cache", "lengths"),
+    [("dynamic", [2, 1, 15, 16, 17, 31, 32, 33, 64, 65, 200]), ("static", [2, 1, 31, 33, 64])],
+    ids=["dynamic", "static"],
+)
+def test_prompt_lengths(lengths: list[int], cache: str) -> None:
+    """Around a page of 32 tokens and a tile of 16, and through both while decoding."""
+    model = tiny_llama()
+    run = compiled(model)
+    for length in lengths:
+        assert_same_generation(model, prompt(length), 36, run=run, cache_implementation=cache)
 
 
-@CACHES
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads"), [(4, 4), (4, 1), (6, 2), (5, 1), (12, 2), (7, 1), (9, 1)]
 )
-def test_query_heads_per_kv_head(q_heads: int, kv_heads: int, cache: str) -> None:
-    model = tiny_llama(q_heads=q_heads, kv_heads=kv_heads)
-    assert_same_generation(model, prompt(20), 24, cache_implementation=cache)
+def test_query_heads_per_kv_head(q_heads: int, kv_heads: int) -> None:
+    assert_same_generation(tiny_llama(q_heads=q_heads, kv_heads=kv_heads), prompt(20), 24)
 
 
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 80, 96, 128])
@@ -99,8 +103,6 @@ def test_half_precision_logits(dtype: torch.dtype) -> None:
     Both sum the same products in another order. One unit in the last place of the largest logit is
     what the final rounding alone can add.
     """
-    from tests.support.compiled import compiled
-
     model = tiny_llama(dtype=dtype)
     ids = prompt(60)
     with torch.no_grad():
@@ -118,8 +120,6 @@ def teacher_forced(run: torch.nn.Module, model: PreTrainedModel, ids: torch.Tens
 
     cache = DynamicCache(config=model.config)
     half = ids.shape[1] // 2
-    run(ids[:, :half], past_key_values=cache)
-    steps = [
-        run(ids[:, i : i + 1], past_key_values=cache).logits for i in range(half, ids.shape[1])
-    ]
+    run(ids[:, :half], cache=cache)
+    steps = [run(ids[:, i : i + 1], cache=cache).logits for i in range(half, ids.shape[1])]
     return torch.cat(steps, dim=1).float()

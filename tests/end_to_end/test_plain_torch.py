@@ -45,8 +45,8 @@ def test_a_model_without_attention_is_left_alone() -> None:
         assert torch.equal(compiled(model, strict=True)(x), model(x))
 
 
-class SigmoidAttention(nn.Module):
-    """Weighs the values by a sigmoid: not the attention that any pattern means."""
+class GatedAttention(nn.Module):
+    """Weighs its probabilities once more, by a gate: not the attention that any pattern means."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,28 +57,29 @@ class SigmoidAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         k, v = torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
-        return (q @ k.transpose(-1, -2)).sigmoid() @ v, k, v
+        gate = k.norm(dim=-1).sigmoid()[:, :, None]
+        return ((q @ k.transpose(-1, -2)).softmax(-1) * gate) @ v, k, v
 
 
 @pytest.fixture
-def sigmoid_case() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def gated_case() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     past = torch.randn(1, 2, 40, 16)
-    return SigmoidAttention().eval(), (torch.randn(1, 2, 1, 16), past, past)
+    return GatedAttention().eval(), (torch.randn(1, 2, 1, 16), past, past)
 
 
 def test_an_unmatched_attention_stays_right(
-    sigmoid_case: tuple[nn.Module, tuple[torch.Tensor, ...]],
+    gated_case: tuple[nn.Module, tuple[torch.Tensor, ...]],
 ) -> None:
-    model, inputs = sigmoid_case
+    model, inputs = gated_case
     with torch.no_grad():
         for found, expected in zip(compiled(model)(*inputs), model(*inputs), strict=True):
             torch.testing.assert_close(found, expected)
 
 
 def test_an_unmatched_attention_is_explained(
-    sigmoid_case: tuple[nn.Module, tuple[torch.Tensor, ...]],
+    gated_case: tuple[nn.Module, tuple[torch.Tensor, ...]],
 ) -> None:
-    explanation = kvcompile.explain(*sigmoid_case)
+    explanation = kvcompile.explain(*gated_case)
     missed = [r for r in explanation.remarks if r.kind == "missed"]
     assert missed
     assert all(r.code.startswith("KVC") and r.reason for r in missed)
@@ -86,9 +87,9 @@ def test_an_unmatched_attention_is_explained(
 
 
 def test_strict_refuses_an_unmatched_attention(
-    sigmoid_case: tuple[nn.Module, tuple[torch.Tensor, ...]],
+    gated_case: tuple[nn.Module, tuple[torch.Tensor, ...]],
 ) -> None:
-    model, inputs = sigmoid_case
+    model, inputs = gated_case
     with torch.no_grad(), pytest.raises(Exception, match="KVC"):
         compiled(model, strict=True)(*inputs)
 

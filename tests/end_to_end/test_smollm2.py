@@ -69,6 +69,6 @@ def test_bfloat16_logits() -> None:
 def teacher_forced(run: Any, model: PreTrainedModel) -> torch.Tensor:
     """Return the logits of 32 tokens after a prompt of 300, decoded one by one, float32."""
     ids, cache = long_prompt(332), DynamicCache(config=model.config)
-    run(ids[:, :300], past_key_values=cache)
-    steps = [run(ids[:, i : i + 1], past_key_values=cache).logits for i in range(300, 332)]
+    run(ids[:, :300], cache=cache)
+    steps = [run(ids[:, i : i + 1], cache=cache).logits for i in range(300, 332)]
     return torch.cat(steps, dim=1).float()

@@ -75,8 +75,8 @@ def assert_paged(cache: object, expected_bytes: int) -> None:
         expected_bytes: Exact size of the stored tokens.
     """
     report = kvcompile.memory_report(cache)
-    assert report.stored_bytes == expected_bytes
-    assert report.allocated_bytes >= expected_bytes
+    assert report.stored == expected_bytes
+    assert report.allocated >= expected_bytes
     assert report.materializations == {}
 
 
@@ -86,6 +86,7 @@ def assert_same_generation(
     new_tokens: int,
     *,
     options: dict[str, Any] | None = None,
+    run: Any = None,
     **more: Any,
 ) -> Any:
     """Assert that the compiled model generates the unmodified model's tokens, from pages.
@@ -95,6 +96,7 @@ def assert_same_generation(
         ids: Prompts, int64 [B, S]; every token counts as visible unless a mask is given.
         new_tokens: How many tokens to generate.
         options: Options of the backend.
+        run: The compiled model, to compile it once for several calls; else it is compiled anew.
         **more: Further arguments of `generate`.
 
     Returns:
@@ -104,9 +106,10 @@ def assert_same_generation(
     arguments = settings(new_tokens, attention_mask=mask, **more)
     unmodified: Any = model
     expected = unmodified.generate(ids, **arguments)
-    result = compiled(model, **(options or {})).generate(ids, **arguments)
+    run = run or compiled(model, **(options or {}))
+    result = run.generate(ids, **arguments)
     assert result.sequences.tolist() == expected.sequences.tolist()
     # The last token is returned, never fed back: it is not in the cache.
     stored = int(mask.sum()) + len(ids) * (new_tokens - 1)
-    assert_paged(result.past_key_values, exact_bytes(model, stored))
+    assert_paged(result.cache, exact_bytes(model, stored))
     return result
