@@ -132,6 +132,7 @@ def _attend(
             site.mask_kind == "causal",
             site.scale,
             kv_len,
+            site.head_dim_vo,
         ),
     )
 

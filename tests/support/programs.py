@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import fx
 
 from kvcompile.codegen.layout import RecordLayout
 from kvcompile.passes.base import PassOptions
+from kvcompile.passes.ir.printer import print_program
 from kvcompile.passes.ir.program import Program
 from kvcompile.passes.ir.stage import Stage
 from kvcompile.passes.pipeline import run_pipeline
@@ -89,3 +92,29 @@ def static_handles(tokens: int, capacity: int, *, kv_heads: int = 2, dim: int = 
     store.append(torch.randn(2, kv_heads, tokens, dim), torch.randn(2, kv_heads, tokens, dim), 0)
     store.commit(tokens)
     return KVTensor.of(store, "k"), KVTensor.of(store, "v")
+
+
+def every_stage(function: Callable[..., Any], *inputs: Any) -> list[tuple[Program, str]]:
+    """Return copies of the program at every stage, each with its printed text."""
+    stages: list[tuple[Program, str]] = []
+
+    def observe(program: Program) -> None:
+        graph = fx.GraphModule(program.module, program.graph)
+        stages.append((dataclasses.replace(program, module=graph), print_program(program)))
+
+    observers.append(observe)
+    try:
+        capture(function, *inputs)
+    finally:
+        observers.pop()
+    return stages
+
+
+def printed(function: Callable[..., Any], *inputs: Any) -> list[str]:
+    """Return the printed text of every stage after canonicalization that changed the program."""
+    texts = [text for _, text in every_stage(function, *inputs)[1:]]
+    changed = [texts[0]]
+    for before, after in pairwise(texts):
+        if before.split('"""', 2)[2] != after.split('"""', 2)[2]:
+            changed.append(after)
+    return changed

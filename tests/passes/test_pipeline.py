@@ -1,0 +1,104 @@
+import dataclasses
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from kvcompile.passes import pipeline
+from kvcompile.passes.base import PassOptions
+from kvcompile.passes.ir.printer import print_program
+from kvcompile.passes.ir.program import Program
+from kvcompile.passes.ir.stage import Stage
+from kvcompile.passes.ir.verify import InvariantError, verify
+from kvcompile.passes.match_attention import MatchAttention
+from kvcompile.passes.pipeline import PIPELINE, PassError
+from tests.support.attentions import Sdpa, Softmax
+from tests.support.programs import capture, every_stage, past, qkv
+
+MASK = torch.tensor([[[[False, True, True, True, True, True, True, True]]]])
+
+
+def run_text(text: str, program: Program, inputs: list[Any]) -> tuple[Any, ...]:
+    """Execute a printed program."""
+    names: dict[str, Any] = {}
+    exec(compile(text, "printed.py", "exec"), names)  # noqa: S102 - that is what is tested
+    return tuple(names["forward"](program.module, *inputs))
+
+
+@pytest.mark.parametrize("model", [Sdpa("expand"), Softmax("add"), Softmax("masked_fill")])
+@pytest.mark.parametrize("cached", [0, 7])
+def test_printed_programs_run(model: torch.nn.Module, cached: int) -> None:
+    """The text of every stage up to the rewrite computes what the model computes."""
+    args = (*qkv(1), past(cached) if cached else None, MASK if cached else None)
+    expected = model.eval()(*args)
+    _, inputs = capture(model, *args)
+    stages = [s for s in every_stage(model, *args) if s[0].stage < Stage.REWRITTEN]
+    assert [program.stage for program, _ in stages] == list(Stage)[:5]
+    for program, text in stages:
+        out = run_text(text, program, inputs)
+        for one in expected:
+            assert any(one.shape == o.shape and torch.allclose(o, one, atol=1e-6) for o in out)
+
+
+def test_a_pass_that_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: MatchAttention, program: Program, options: PassOptions) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(MatchAttention, "run", fail)
+    with pytest.raises(Exception, match="pass match-attention: ZeroDivisionError: by zero") as caught:
+        capture(Sdpa().eval(), *qkv(3))
+    assert any(isinstance(e, PassError) for e in _chain(caught.value))
+
+
+def test_a_pass_that_lies_about_its_stage_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    lying = dataclasses.make_dataclass("Lying", [], namespace={"name": "lying"})
+    lying.needs, lying.gives = Stage.PLANNED, Stage.REWRITTEN
+    lying.run = lambda self, program, options: None
+    monkeypatch.setattr(pipeline, "PIPELINE", (*PIPELINE[:4], lying(), PIPELINE[-1]))
+    with pytest.raises(Exception, match="inputs and outputs are bound") as caught:
+        capture(Sdpa().eval(), *qkv(3))
+    assert any(isinstance(e, InvariantError) for e in _chain(caught.value))
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    found = []
+    while error is not None:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def test_a_malformed_graph_is_caught() -> None:
+    program, _ = capture(Sdpa().eval(), *qkv(3))
+    verify(program)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(operator.add, (x, 1))
+    graph.output((y,))
+    x.append(y)
+    y.prepend(graph.call_function(operator.add, (y, 1)))
+    with pytest.raises(InvariantError, match="malformed"):
+        verify(dataclasses.replace(program, module=fx.GraphModule({}, graph)))
+
+
+def test_every_pass_leaves_one_remark_per_site() -> None:
+    program, _ = capture(Softmax().eval(), *qkv(1), past(7), MASK)
+    origins = [remark.origin for remark in program.remarks]
+    assert origins == [step.name for step in PIPELINE[1:]]
+    assert all(remark.site and remark.where for remark in program.remarks)
+
+
+def test_names_are_the_files() -> None:
+    for step in PIPELINE:
+        assert type(step).__module__.rsplit(".", 1)[1] == step.name.replace("-", "_")
+
+
+def test_printing_is_deterministic() -> None:
+    texts = []
+    for _ in range(2):
+        program, _ = capture(Sdpa("expand").eval(), *qkv(1), past(7))
+        texts.append(print_program(program))
+    assert texts[0] == texts[1]
+

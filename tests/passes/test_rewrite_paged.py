@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from tests.support.attentions import Sdpa, Softmax, Static, TokensFirst
+from tests.support.golden import Golden
+from tests.support.programs import calls, capture, past, printed, qkv, static_handles
+
+MASK = torch.ones(2, 1, 1, 12, dtype=torch.bool)
+
+
+def test_prefill_appends_and_attends_as_written() -> None:
+    program, _ = capture(Sdpa("expand").eval(), *qkv(5))
+    names = calls(program)
+    assert names.count("kvcompile.append.default") == 1
+    assert "kvcompile.attend.default" not in names
+    assert "aten.scaled_dot_product_attention.default" in names
+    assert len(program.outputs) == 1
+    assert program.binding is not None
+    (state,) = program.binding.states
+    assert (state.k_outputs, state.v_outputs, state.k_input) == ((1,), (2,), None)
+
+
+def test_decode_attends_over_the_store_and_never_sees_the_past() -> None:
+    program, _ = capture(Sdpa("expand").eval(), *qkv(1), past(7))
+    names = calls(program)
+    assert names.count("kvcompile.append.default") == names.count("kvcompile.attend.default") == 1
+    for gone in ("aten.cat.default", "aten.expand.default"):
+        assert gone not in names
+    assert program.binding is not None
+    (state,) = program.binding.states
+    assert state.k_input is not None
+    assert state.k_input not in program.binding.kept_inputs
+    shapes = [n.meta["val"].shape for n in program.placeholders if hasattr(n.meta["val"], "shape")]
+    assert all(len(shape) < 4 or shape[2] == 1 for shape in shapes)
+
+
+def test_static_decode_writes_no_buffer() -> None:
+    buffers = static_handles(4, 12)
+    program, _ = capture(Static("expand").eval(), *qkv(1), buffers, torch.tensor([4]), MASK)
+    names = calls(program)
+    assert "aten.index_copy_.default" not in names
+    assert names.count("kvcompile.attend.default") == 1
+
+
+def test_a_static_prefill_never_makes_the_dense_buffer() -> None:
+    def prefill(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, mask: torch.Tensor
+    ) -> object:
+        buffers = torch.zeros(2, 2, 12, 8), torch.zeros(2, 2, 12, 8)
+        return Static("expand")(q, k, v, buffers, position, mask), *buffers
+
+    mask = torch.ones(5, 12, dtype=torch.bool).tril()[None, None]
+    program, _ = capture(prefill, *qkv(5), torch.arange(5), mask)
+    names = calls(program)
+    assert "aten.zeros.default" not in names
+    assert "aten.index_copy_.default" not in names
+    assert "kvcompile.append.default" in names
+    assert program.binding is not None
+    assert program.binding.states[0].capacity == 12
+
+
+@pytest.mark.parametrize("model", [Softmax("masked_fill"), Softmax("where"), Softmax("add")])
+def test_masks_arrive_with_four_dimensions_and_true_for_visible(model: torch.nn.Module) -> None:
+    mask = torch.rand(1, 8) > 0.3
+    program, _ = capture(model.eval(), *qkv(1), past(7), mask)
+    attend = next(n for n in program.graph.nodes if "attend" in str(n.target))
+    assert attend.args[4].meta["val"].dim() == 4
+    assert ("aten.logical_not.default" in calls(program)) == program.sites[0].mask_hides
+
+
+@pytest.mark.parametrize(
+    "case", ["prefill", "decode", "tokens_first", "static"], ids=lambda case: str(case)
+)
+def test_printed(case: str, golden: Golden) -> None:
+    tokens_first = tuple(x.transpose(1, 2).contiguous() for x in past(7))
+    for tensor in tokens_first:
+        torch._dynamo.maybe_mark_dynamic(tensor, 1)
+    texts = {
+        "prefill": lambda: printed(Sdpa("expand").eval(), *qkv(5)),
+        "decode": lambda: printed(Softmax("add").eval(), *qkv(1), past(7), MASK[..., :8]),
+        "tokens_first": lambda: printed(TokensFirst("expand").eval(), *qkv(1), tokens_first),
+        "static": lambda: printed(
+            Static("expand").eval(), *qkv(1), static_handles(4, 12), torch.tensor([4]), MASK
+        ),
+    }[case]()
+    golden("\n".join(texts))
