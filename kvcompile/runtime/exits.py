@@ -141,7 +141,7 @@ class PythonExits(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the dense tensor: a file must not need the store."""
-        return self.snapshot("pickle").__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.snapshot("pickle").__reduce_ex__(protocol)
 
     def __copy__(self) -> torch.Tensor:
         """Return a handle of the same memory."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime.dense import DenseCell
 from kvcompile.runtime.errors import HandleWriteError, StaleHandleError
 from kvcompile.runtime.exits import PythonExits
@@ -182,6 +183,7 @@ class KVTensor(PythonExits):
             with torch.inference_mode(mode=False):
                 dense = self.store.materialize(self.role, length, operator)
                 cell.fill(dense.clone() if dense.is_inference() else dense)
+            _tell(operator)
         present = self._present_dense()
         assert present is not None
         return present
@@ -245,6 +247,22 @@ class KVTensor(PythonExits):
             return None
         length = self.shape[2]
         return cell.dense if cell.dense.shape[2] == length else cell.dense[:, :, :length]
+
+
+def _tell(operator: str) -> None:
+    emit(
+        Remark(
+            kind="note",
+            code="KVC503",
+            origin="handle",
+            site="",
+            where="",
+            reason=f"{operator} writes to a KV handle or takes a view of it, so that the handle "
+            "keeps a dense tensor besides its pages until it dies or is appended to",
+            hint="Operators that copy, and crops from token 0, keep the cache in pages.",
+        ),
+        once=operator,
+    )
 
 
 def _from_anchor(anchor: torch.Tensor, size: Sequence[int]) -> KVTensor:

@@ -24,18 +24,16 @@ _REGISTRY_WORD = 7 * 8
 
 # Defined by hand: `torch.library.custom_op` costs 14 us per call, this 1.5 us. PyTorch's functions
 # for it carry no annotations.
-_library = torch.library.Library("kvcompile", "DEF")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
+_library = torch.library.Library("kvcompile", "DEF")
+_library.define(
     "append(Tensor k, Tensor v, Tensor(a!) state, SymInt past_len, Tensor? position, Tensor? mask)"
     " -> ()"
 )
-_library.define(  # type: ignore[no-untyped-call]
+_library.define(
     "attend(Tensor q, Tensor state, SymInt past_len, Tensor? position, Tensor? mask,"
     " bool is_causal, float scale, SymInt kv_len, SymInt? head_dim_vo=None) -> Tensor"
 )
-_library.define(  # type: ignore[no-untyped-call]
-    "materialize(Tensor anchor, SymInt[] sizes, ScalarType dtype) -> Tensor"
-)
+_library.define("materialize(Tensor anchor, SymInt[] sizes, ScalarType dtype) -> Tensor")
 
 
 def _store_of(state: torch.Tensor) -> PagedStore:
@@ -82,10 +80,6 @@ def _append(
     if mask is not None and past_len == 0:
         store.truncate(0)
         store.set_starts(learn_starts(mask, store.batch, new_len))
-    if k.stride(3) != 1:
-        k = k.contiguous()
-    if v.stride(3) != 1:
-        v = v.contiguous()
     store.append(k, v, past_len)
     if state.data_ptr() != store.state.data_ptr():
         # A compiler that clones what an operator mutates copies the clone back over the original.
@@ -126,8 +120,6 @@ def _attend(  # noqa: PLR0913 - the schema
     stored = past_len + new_len
     if mask is not None or store.is_padded or kv_len > stored:
         check_masks(store, mask, is_causal, stored, kv_len)
-    if q.stride(3) != 1:
-        q = q.contiguous()
     if new_len <= FEW_QUERIES:
         return launch.attend(store, q, mask, is_causal, scale, stored)
     k = launch.gather(store, "k", 0, stored)
@@ -146,9 +138,9 @@ def _materialize(anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype)
     return find(key).materialize(role, sizes[2], "kvcompile.materialize")
 
 
-_library.impl("append", _append, "CPU")  # type: ignore[no-untyped-call]
-_library.impl("attend", _attend, "CPU")  # type: ignore[no-untyped-call]
-_library.impl("materialize", _materialize, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("append", _append, "CPU")
+_library.impl("attend", _attend, "CPU")
+_library.impl("materialize", _materialize, "CPU")
 
 
 @torch.library.register_fake("kvcompile::append", lib=_library)  # type: ignore[untyped-decorator]

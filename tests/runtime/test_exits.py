@@ -92,7 +92,7 @@ def test_an_untyped_storage_gives_no_data(case: Filled) -> None:
     with pytest.raises(RuntimeError, match=r"invalid python storage|not allocated"):
         case.k.untyped_storage().data_ptr()
     with pytest.raises(RuntimeError, match=r"invalid python storage|not allocated"):
-        case.k.untyped_storage().clone()  # type: ignore[no-untyped-call]
+        case.k.untyped_storage().clone()
 
 
 def test_replacing_the_data_is_refused(case: Filled) -> None:
