@@ -21,20 +21,28 @@ class DenseCell:
     As long as nothing needs an address, the cell is empty and its data is the store's.
 
     Attributes:
-        store: The store whose tokens the cell stands for.
         role: K or V.
         dense: [B, K, T, D] once a view or a write needed it, else None.
         anchor: int64[1], names this cell to graphs of other compilers.
     """
 
     def __init__(self, store: PagedStore, role: Role) -> None:
-        self.store = store
+        self._store = weakref.ref(store)
+        # A static store owns its cells: a reference back would leave both to garbage collection.
+        self._keep_alive = store if store.capacity is None else None
         self.role: Role = role
         self.dense: torch.Tensor | None = None
         self.anchor = anchor_for(register(self), role)
         self._version = 0
         self._written = False
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
+
+    @property
+    def store(self) -> PagedStore:
+        """The store whose tokens the cell stands for."""
+        store = self._store()
+        assert store is not None
+        return store
 
     @property
     def is_written(self) -> bool:

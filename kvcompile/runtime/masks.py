@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -24,13 +25,12 @@ def visible_columns(mask: torch.Tensor) -> torch.Tensor:
     return visible.any(dim=2).any(dim=1)
 
 
-class _LastSeen:
+class _LastSeen(threading.local):
     """The answer for the last mask: all layers of a step ask about the same tensor."""
 
-    def __init__(self) -> None:
-        self.mask: weakref.ref[torch.Tensor] | None = None
-        self.question: object = None
-        self.starts: list[int] = []
+    mask: weakref.ref[torch.Tensor] | None = None
+    question: object = None
+    starts: list[int]
 
     def knows(self, mask: torch.Tensor, question: object) -> bool:
         return self.mask is not None and self.mask() is mask and self.question == question
@@ -51,7 +51,7 @@ def learn_starts(mask: torch.Tensor, batch: int, new_len: int) -> list[int]:
         batch: B.
         new_len: S; columns beyond are not yet stored.
     """
-    question = (batch, new_len, mask._version)
+    question = (batch, new_len, _version(mask))
     if not _learned.knows(mask, question):
         visible = visible_columns(mask)[:, :new_len]
         # argmax gives the first maximum; a row that sees nothing is padding throughout.
@@ -77,7 +77,7 @@ def check_masks(
             raise _gap(kv_len, stored)
         return
     starts = tuple(store.start_list()) if store.is_padded else ()
-    question = (starts, stored, kv_len, mask._version)
+    question = (starts, stored, kv_len, _version(mask))
     if _checked.knows(mask, question):
         return
     if starts or kv_len > stored:
@@ -88,6 +88,11 @@ def check_masks(
         if any(bool(rows[b, :start].any()) for b, start in enumerate(starts) if start):
             raise _revived(store, "the mask makes it visible")
     _checked.remember(mask, question)
+
+
+def _version(mask: torch.Tensor) -> int:
+    """Return how often the mask was written; inference tensors do not count that."""
+    return 0 if mask.is_inference() else mask._version
 
 
 def _gap(kv_len: int, stored: int) -> CacheGapError:

@@ -1,6 +1,7 @@
 """Handles as tensors: native operators stay in pages, all others are right on dense values."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -319,6 +320,18 @@ class TestStatic:
         assert torch.equal(case.k, case.dense_k)
         assert torch.equal(case.v, case.dense_v)
         assert not case.k.is_written
+
+    def test_a_written_buffer_dies_with_its_handles(self) -> None:
+        case = filled_store(5, capacity=40)
+        case.k.fill_(1.0)
+        case.v.transpose(1, 2)
+        arena = case.store.arena
+        gc.disable()
+        try:
+            del case
+            assert arena.used_pages == 0
+        finally:
+            gc.enable()
 
     def test_clones_are_separate_buffers(self) -> None:
         case = filled_store(5, capacity=40)

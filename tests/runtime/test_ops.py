@@ -91,6 +91,11 @@ def test_left_padding_is_learned_and_owns_no_page(dead: float | None) -> None:
         torch.testing.assert_close(out, attention(q, k, v, mask))
 
 
+@torch.inference_mode()
+def test_masks_of_inference_mode() -> None:
+    test_left_padding_is_learned_and_owns_no_page(None)
+
+
 def test_padding_that_comes_back_to_life_is_an_error() -> None:
     store = empty_store()
     mask = causal_mask(0, 6, [0, 4])
