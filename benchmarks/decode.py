@@ -117,7 +117,7 @@ def show(rows: list[Row], console: Console) -> None:
     """Print the rows as a table, ratios over the first candidate of each context."""
     table = Table(title="one decode step")
     table.add_column("context", justify="right")
-    table.add_column("candidate")
+    table.add_column("candidate", no_wrap=True)
     for column in ("p25 ms", "median ms", "tokens/s", "ratio of p25", "KV MiB"):
         table.add_column(column, justify="right")
     for row in rows:
