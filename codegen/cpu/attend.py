@@ -8,7 +8,6 @@ from kvcompile.codegen.cpu.pages import (
     INCLUDES,
     bytes_per_token,
     load_page_text,
-    record_layout,
     store_text,
     supports_pages,
 )
@@ -40,10 +39,16 @@ struct Partial {
   float *m, *l, *o;
 };
 
-// the stored tokens of one chunk
+// the stored tokens of one chunk, and the pages that this thread reads after them
 struct Chunk {
   const uint8_t* record[$chunk_pages];
+  const uint8_t* ahead[$chunk_pages];
   int pages, tokens;
+};
+
+// where a chunk lies
+struct Place {
+  int64_t b, h, chunk;
 };
 
 // what one thread works in
@@ -59,17 +64,10 @@ MASK_FIELDS = """  const $mask_ctype* mask_BHST;
 """
 
 PANEL = """
-static inline void prefetch(const uint8_t* p, int bytes) {
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
-}
-
 // scores of a panel: a page is read once from memory, by every block of rows from the L1 cache
-static void panel_scores(const Chunk& chunk, const uint8_t* next, int rows, const float* q,
-                         float* s) {
+static void panel_scores(const Chunk& chunk, int rows, const float* q, float* s) {
   for (int page = 0; page < chunk.pages; ++page) {
     const uint8_t* record = chunk.record[page];
-    prefetch(page + 1 < chunk.pages ? chunk.record[page + 1] : next, $k_bytes);
-    prefetch(record + $v_offset, $v_bytes);
     const int tokens = std::min($page_size, chunk.tokens - page * $page_size);
     for (int row = 0; row < rows;) {
       const float* qq = q + row * $k_channels;
@@ -97,29 +95,67 @@ static inline int block_rows(int left) {
 """
 
 ATTEND_CHUNK = """
-static void attend_chunk(const Call& call, int64_t b, int64_t h, int64_t index, Workspace& work) {
-  const int64_t first = index * $chunk, stored = call.kv_len - call.store.starts[b] - first;
-  if (stored <= 0) return;
+static inline int64_t chunks_of(const Call& call, int64_t b) {
+  const int64_t stored = call.kv_len - call.store.starts[b];
+  return stored > 0 ? (stored + $last_in_chunk) / $chunk : 0;
+}
+
+// items are numbered by row, then KV head, then chunk
+static inline int64_t count_items(const Call& call) {
+  int64_t items = 0;
+  for (int64_t b = 0; b < call.store.batch; ++b) items += chunks_of(call, b) * call.num_kv_heads;
+  return items;
+}
+static inline Place find_place(const Call& call, int64_t item) {
+  int64_t b = 0, chunks = chunks_of(call, 0);
+  while (item >= chunks * call.num_kv_heads) {
+    item -= chunks * call.num_kv_heads;
+    chunks = chunks_of(call, ++b);
+  }
+  return Place{b, item / chunks, item % chunks};
+}
+static inline int find_records(const Call& call, const Place& at, const uint8_t** record) {
+  const int64_t first = at.chunk * $chunk, stored = call.kv_len - call.store.starts[at.b] - first;
+  const int tokens = int(std::min(stored, int64_t($chunk)));
+  for (int i = 0; i * $page_size < tokens; ++i)
+    record[i] = call.store.record(at.b, first / $page_size + i, at.h);
+  return tokens;
+}
+
+static void attend_chunk(const Call& call, int64_t item, int64_t items, Workspace& work) {
+  const Place at = find_place(call, item);
   Chunk chunk;
-  chunk.tokens = int(std::min(stored, int64_t($chunk)));
+  chunk.tokens = find_records(call, at, chunk.record);
   chunk.pages = (chunk.tokens + $last_slot) / $page_size;
-  for (int i = 0; i < chunk.pages; ++i)
-    chunk.record[i] = call.store.record(b, first / $page_size + i, h);
-  const uint8_t* next = stored > $chunk ? call.store.record(b, first / $page_size + $chunk_pages, h)
-                                        : chunk.record[chunk.pages - 1];
-  const Partial out = partial(call, b, h, index);
+  std::copy_n(chunk.record, chunk.pages, chunk.ahead);
+  if (item + 1 < items) find_records(call, find_place(call, item + 1), chunk.ahead);
+  const Partial out = partial(call, at.b, at.h, at.chunk);
   const int64_t rows = $rows;
   for (int64_t row0 = 0; row0 < rows; row0 += $panel_rows) {
     const int count = int(std::min(rows - row0, int64_t($panel_rows)));
-    if (work.b != b || work.h != h || work.row0 != row0) {
-      load_query(call, b, h, row0, count, work.q);
-      work.b = b, work.h = h, work.row0 = row0;
+    if (work.b != at.b || work.h != at.h || work.row0 != row0) {
+      load_query(call, at.b, at.h, row0, count, work.q);
+      work.b = at.b, work.h = at.h, work.row0 = row0;
     }
-    panel_scores(chunk, next, count, work.q, work.s);
+    panel_scores(chunk, count, work.q, work.s);
 $mask    for (int r = 0; r < count; ++r)
       online_softmax(work.s + r * $chunk, chunk.tokens, out.m[row0 + r], out.l[row0 + r]);
     panel_accumulate(chunk, count, work.s, out.o + row0 * $out_channels);
   }
+}
+"""
+
+RUN = """
+// what each thread of a team does: a run of items, then a run of output rows
+static void attend_items(const Call& call) {
+  const int64_t items = count_items(call), rows = $rows, heads = call.num_kv_heads;
+  const int64_t out_rows = call.store.batch * heads * rows;
+  Workspace work;
+#pragma omp for schedule(static)
+  for (int64_t item = 0; item < items; ++item) attend_chunk(call, item, items, work);
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < out_rows; ++row)
+    merge_splits(call, row / rows / heads, row / rows % heads, row % rows);
 }
 """
 
@@ -133,22 +169,14 @@ extern "C" int64_t ${symbol}_scratch_bytes(
 
 $signature
   if ($bad_query_len || kv_len < 0 || num_kv_heads < 1) return 1;
-$ignored  const Store store(state);
-  const int64_t chunks = (kv_len + $last_in_chunk) / $chunk, heads = num_kv_heads;
-  const Call call{store, q_BHSD, q_sb, q_sh, q_ss, out_BHSD, o_sb, o_sh, o_ss,
-$mask_arguments                  heads, query_len, kv_len, chunks, scratch, scale};
-  const int64_t items = store.batch * heads * chunks;
-  const int64_t rows = $rows, out_rows = store.batch * heads * rows;
-  const bool parallel = threads > 1 && store.batch * heads * kv_len * query_len > 768;
-#pragma omp parallel num_threads(int(threads)) if (parallel)
-  {
-    Workspace work;
-#pragma omp for schedule(dynamic)
-    for (int64_t item = 0; item < items; ++item)
-      attend_chunk(call, item / chunks / heads, item / chunks % heads, item % chunks, work);
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < out_rows; ++row)
-      merge_splits(call, row / rows / heads, row / rows % heads, row % rows);
+$ignored  const Call call{Store(state), q_BHSD, q_sb, q_sh, q_ss, out_BHSD, o_sb, o_sh, o_ss,
+$mask_arguments                  num_kv_heads, query_len, kv_len,
+                  (kv_len + $last_in_chunk) / $chunk, scratch, scale};
+  if (threads > 1 && call.store.batch * num_kv_heads * kv_len * query_len > 768) {
+#pragma omp parallel num_threads(int(threads))
+    attend_items(call);
+  } else {
+    attend_items(call);
   }
   return 0;
 }
@@ -209,6 +237,7 @@ class AttendGenerator:
             _panel(shape),
             _attend_chunk(shape),
             fragments.merge_splits(shape),
+            render(RUN, rows=fragments.rows_expression(shape)),
             _main(shape),
             packed_text(spec),
         )
@@ -277,28 +306,27 @@ def _switch(shape: AttendShape, indent: str, calls: dict[int, list[str]]) -> str
 
 
 def _accumulate_calls(shape: AttendShape, rows: int) -> list[str]:
-    calls = [
-        f"accumulate<{rows}, {vectors}>(chunk, pp, {channel}, oo);"
-        for channel, vectors in shape.channel_blocks(rows)
-    ]
+    calls = [("accumulate", vectors, channel) for channel, vectors in shape.channel_blocks(rows)]
     if shape.half_channel is not None:
-        calls.append(f"half_accumulate<{rows}, 1>(chunk, pp, {shape.half_channel}, oo);")
-    return calls
+        calls.append(("half_accumulate", 1, shape.half_channel))
+    # What is fetched on the way is fetched once: by the first block of rows and channels.
+    fetch = ["row == 0"] + ["false"] * (len(calls) - 1)
+    return [
+        f"{name}<{rows}, {vectors}>(chunk, pp, {channel}, {once}, oo);"
+        for (name, vectors, channel), once in zip(calls, fetch, strict=True)
+    ]
 
 
 def _panel(shape: AttendShape) -> str:
-    layout = record_layout(shape.spec)
     sizes = shape.block_sizes()
     score_calls = {
-        rows: [f"scores<{rows}, {shape.chains(rows)}>(record, tokens, qq, ss);"] for rows in sizes
+        rows: [f"scores<{rows}, {shape.chains(rows)}>(record, tokens, row == 0, qq, ss);"]
+        for rows in sizes
     }
     accumulate_calls = {rows: _accumulate_calls(shape, rows) for rows in sizes}
     blocks = render(BLOCK_ROWS, most=6, last=5) if len(sizes) > 1 else ""
     panel = render(
         PANEL,
-        k_bytes=layout.k_bytes,
-        v_bytes=layout.v_bytes,
-        v_offset=layout.v_offset,
         page_size=shape.spec.page_size,
         k_channels=shape.k_channels,
         chunk=shape.chunk,
@@ -310,23 +338,22 @@ def _panel(shape: AttendShape) -> str:
 
 
 def _attend_chunk(shape: AttendShape) -> str:
-    arguments = {
-        "none": "",
-        "causal": "call, b, row0, count, first, chunk.tokens, work.bias, work.s",
-        "bool": "call, b, h, row0, count, first, chunk.tokens, work.bias, work.s",
-        "additive": "call, b, h, row0, count, first, chunk.tokens, work.bias, work.s",
-    }
-    assert shape.spec.mask is not None
-    given = arguments[shape.spec.mask]
+    mask = ""
+    if shape.spec.mask != "none":
+        head = "" if shape.spec.mask == "causal" else " at.h,"
+        mask = (
+            f"    mask(call, at.b,{head} row0, count, at.chunk * {shape.chunk}, chunk.tokens,\n"
+            "         work.bias, work.s);\n"
+        )
     return render(
         ATTEND_CHUNK,
         chunk=shape.chunk,
+        last_in_chunk=shape.chunk - 1,
         last_slot=shape.spec.page_size - 1,
         page_size=shape.spec.page_size,
-        chunk_pages=shape.chunk // shape.spec.page_size,
         rows=fragments.rows_expression(shape),
         panel_rows=shape.panel_rows,
-        mask=f"    mask({given});\n" if given else "",
+        mask=mask,
         out_channels=shape.out_channels,
     )
 
@@ -351,5 +378,4 @@ def _main(shape: AttendShape) -> str:
         bad_query_len="query_len != 1" if one else "query_len < 1 || query_len > 16",
         ignored=ignored,
         mask_arguments=f"{' ' * 18}mask_BHST, m_sb, m_sh, m_ss, m_st,\n" if has_mask else "",
-        rows=str(shape.group) if one else f"query_len * {shape.group}",
     )

@@ -27,9 +27,11 @@ QUERY_PAD = """    for (int c = $head_dim; c < $k_channels; ++c) q[r * $k_channe
 """
 
 SCORES = """
-// scores: s[row][t] = sum over channels of q[row][c] * K[t][c], for the 16 tokens of a tile
+// scores: s[row][t] = sum over channels of q[row][c] * K[t][c], for the 16 tokens of a tile; on the
+// way the tile's share of V is fetched into the L2 cache, evenly: bursts would fill the queues
 template <int ROWS, int CHAINS>
-static inline void tile_scores(const $ctype* k, const float* q, float* s) {
+static inline void tile_scores(const $ctype* k, const uint8_t* v, bool fetch, const float* q,
+                               float* s) {
 $lane_loop  vec sum[ROWS][CHAINS];
   UNROLL for (int r = 0; r < ROWS; ++r)
     UNROLL for (int j = 0; j < CHAINS; ++j) sum[r][j] = zero();
@@ -37,6 +39,8 @@ $lane_loop  vec sum[ROWS][CHAINS];
     UNROLL for (int j = 0; j < CHAINS; j += 2) {
       vec first, second;
       load_k(k$lane_words, c + j, first, second);
+      if (fetch)
+        ${unroll_fetch}__builtin_prefetch(v + (c + j$lane_share) * $fetch_half$fetch_plus, 0, 2);
       UNROLL for (int r = 0; r < ROWS; ++r) {
         sum[r][j] = fma(first, splat(q[r * $k_channels + c + j]), sum[r][j]);
         sum[r][j + 1] = fma(second, splat(q[r * $k_channels + c + j + 1]), sum[r][j + 1]);
@@ -51,9 +55,11 @@ $lane_loop  vec sum[ROWS][CHAINS];
 $lane_end}
 
 template <int ROWS, int CHAINS>
-static inline void scores(const uint8_t* record, int tokens, const float* q, float* s) {
+static inline void scores(const uint8_t* record, int tokens, bool fetch, const float* q, float* s) {
   const $ctype* k = (const $ctype*)record;
-  for (int t = 0; t < tokens; t += 16) tile_scores<ROWS, CHAINS>(k + t * $k_channels, q, s + t);
+  const uint8_t* v = record + $v_offset;
+  for (int t = 0; t < tokens; t += 16)
+    tile_scores<ROWS, CHAINS>(k + t * $k_channels, v + t * $v_token_bytes, fetch, q, s + t);
 }
 """
 
@@ -143,9 +149,10 @@ static void online_softmax(float* s, int tokens, float& m, float& l) {
 
 ACCUMULATE = """
 // accumulate: o[row][c] = sum over the chunk's tokens of p[row][t] * V[t][c], for VECS vectors of
-// channels from c on
+// channels from c on; on the way K of the next chunk is fetched into the L2 cache
 template <int ROWS, int VECS>
-static inline void ${half}accumulate(const Chunk& chunk, const float* p, int c, float* o) {
+static inline void ${half}accumulate(
+    const Chunk& chunk, const float* p, int c, bool fetch, float* o) {
   vec sum[ROWS][VECS];
   UNROLL for (int r = 0; r < ROWS; ++r)
     UNROLL for (int i = 0; i < VECS; ++i) sum[r][i] = zero();
@@ -153,7 +160,11 @@ static inline void ${half}accumulate(const Chunk& chunk, const float* p, int c, 
     const $ctype* v = (const $ctype*)(chunk.record[page] + $v_offset);
     const int tokens = std::min($page_size, chunk.tokens - page * $page_size);
     const float* pp = p + page * $page_size;
-    for (int t = 0; t + 1 < tokens; t += 2)
+    const uint8_t* ahead = chunk.ahead[page];
+    for (int t = 0; t + 1 < tokens; t += 2) {
+      if (fetch)
+        UNROLL for (int i = 0; i < $fetch_bytes; i += 64)
+          __builtin_prefetch(ahead + t * $fetch_half + i, 0, 2);
       UNROLL for (int i = 0; i < VECS; ++i) {
         vec first, second;
         ${half}load_v(v, t, c + i * $lanes, first, second);
@@ -162,6 +173,7 @@ static inline void ${half}accumulate(const Chunk& chunk, const float* p, int c, 
           sum[r][i] = fma(second, splat(pp[r * $chunk + t + 1]), sum[r][i]);
         }
       }
+    }
     if (tokens % 2 == 1)
       UNROLL for (int i = 0; i < VECS; ++i) {
         const vec last = ${half}load_last_v(v, tokens - 1, c + i * $lanes);
@@ -188,8 +200,7 @@ static inline Partial partial(const Call& call, int64_t b, int64_t h, int64_t ch
 MERGE_SPLITS = """
 // merge_splits: out = sum of 2^(m_i - m) O_i / sum of 2^(m_i - m) l_i, in the order of the chunks
 static void merge_splits(const Call& call, int64_t b, int64_t h, int64_t row) {
-  const int64_t stored = call.kv_len - call.store.starts[b];
-  const int64_t chunks = stored > 0 ? (stored + $last_in_chunk) / $chunk : 0;
+  const int64_t chunks = chunks_of(call, b);
   float m = -INFINITY;
   for (int64_t i = 0; i < chunks; ++i) m = std::max(m, partial(call, b, h, i).m[row]);
   alignas(64) float o[$out_channels] = {};
@@ -232,15 +243,26 @@ def scores(shape: AttendShape) -> str:
     lanes = shape.isa.lanes
     whole = lanes == 16
     pair = " * 2" if shape.spec.k_format == "bf16" else ""
+    # Bytes of V per call of load_k, which takes two channels of one vector of tokens.
+    loads = shape.k_channels // 2 * (16 // lanes)
+    fetch = -(-shape.v_token_bytes * 16 // loads)
+    fetch += fetch % 2
+    loop = f"UNROLL for (int i = 0; i < {fetch}; i += 64)\n          "
     return render(
         SCORES,
         ctype=CTYPE[shape.spec.k_format],
         k_channels=shape.k_channels,
+        v_offset=shape.v_offset,
+        v_token_bytes=shape.v_token_bytes,
         chunk=shape.chunk,
         lane_loop="" if whole else f"  for (int lane = 0; lane < 16; lane += {lanes}) {{\n",
         lane_words="" if whole else f" + lane{pair}",
         lane_plus="" if whole else " + lane",
+        lane_share="" if whole else f" + lane * {shape.k_channels // lanes}",
         lane_end="" if whole else "  }\n",
+        unroll_fetch=loop if fetch > 64 else "",
+        fetch_half=fetch // 2,
+        fetch_plus=" + i" if fetch > 64 else "",
     )
 
 
@@ -268,6 +290,8 @@ def online_softmax(shape: AttendShape) -> str:
 
 def accumulate(shape: AttendShape) -> str:
     """Print accumulate for whole vectors and, if rows of V end in one, for half a vector."""
+    fetch = -(-shape.v_offset // (shape.spec.page_size // 2))
+    fetch += fetch % 2
     halves = [] if shape.half_channel is None else ["half_"]
     if shape.v_channels >= shape.isa.lanes:
         halves.insert(0, "")
@@ -278,6 +302,8 @@ def accumulate(shape: AttendShape) -> str:
             ctype=CTYPE[shape.spec.v_format],
             v_offset=shape.v_offset,
             page_size=shape.spec.page_size,
+            fetch_bytes=fetch,
+            fetch_half=fetch // 2,
             chunk=shape.chunk,
             out_channels=shape.out_channels,
             lanes=shape.isa.lanes,
@@ -301,8 +327,6 @@ def merge_splits(shape: AttendShape) -> str:
     spec = shape.spec
     return render(
         MERGE_SPLITS,
-        chunk=shape.chunk,
-        last_in_chunk=shape.chunk - 1,
         out_channels=shape.out_channels,
         v_channels=shape.v_channels,
         step=shape.isa.lanes,

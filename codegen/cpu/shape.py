@@ -88,6 +88,12 @@ class AttendShape:
         return record_layout(self.spec).v_offset
 
     @property
+    def v_token_bytes(self) -> int:
+        """Bytes of V per token of a record."""
+        layout = record_layout(self.spec)
+        return layout.v_bytes // layout.page_size
+
+    @property
     def out_channels(self) -> int:
         """Channels of a row of a partial result: whole vectors of any instruction set."""
         return round_up(self.v_channels, 16)
