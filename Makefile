@@ -54,7 +54,7 @@ golden: setup
 model: $(MODEL)
 
 $(MODEL): tools/fetch_model.py | $(VENV)/.dev
-	$(BIN)/python tools/fetch_model.py
+	@$(BIN)/python tools/fetch_model.py
 	@touch $@
 
 setup: $(VENV)/.dev
@@ -69,12 +69,14 @@ $(VENV)/.made: tools/find_python
 
 # Before everything else, so that nothing below pulls a second, larger torch.
 $(VENV)/.torch: requirements/torch.txt $(VENV)/.made
-	$(BIN)/python -m pip install --quiet -r requirements/torch.txt
+	@echo "installing PyTorch"
+	@$(BIN)/python -m pip install --quiet -r requirements/torch.txt
 	@touch $@
 
 $(VENV)/.dev: requirements/dev.txt pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --quiet -r requirements/torch.txt -r requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@echo "installing what kvcompile and its tests need"
+	@$(BIN)/python -m pip install --quiet -r requirements/torch.txt -r requirements/dev.txt
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 clean:
