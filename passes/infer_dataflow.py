@@ -71,6 +71,8 @@ def _stream(program: Program, site: AttentionSite) -> CacheStream | Missed:
     if k.kind != v.kind or k.position is not v.position:
         reason = f"keys are cached by {k.kind} and values by {v.kind}"
         return Missed("KVC205", reason, v.state)
+    if k.token_dim != v.token_dim:
+        return Missed("KVC205", f"keys are {_layout(k)} and values {_layout(v)}", v.state)
     for update in (k, v):
         if (extra := _other_reader(program, site, update)) is not None:
             return Missed(

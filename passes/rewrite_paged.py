@@ -263,8 +263,7 @@ def _state_binding(
         v_input=position[v_past] if v_past is not None else None,
         k_outputs=stream.k.outputs,
         v_outputs=stream.v.outputs,
-        k_token_dim=stream.k.token_dim,
-        v_token_dim=stream.v.token_dim,
+        token_dim=stream.k.token_dim,
         capacity=stream.capacity,
         batch=batch,
     )

@@ -32,7 +32,12 @@ def test_a_transformers_model() -> None:
     assert found.bytes_per_token == 2 * 2 * 2 * 16 * 4
     assert not found.missed
     text = str(found)
-    for expected in ("graph 1 (decode)", "2 of 2", "model.layers.1.self_attn", "512 bytes per token"):
+    for expected in (
+        "graph 1 (decode)",
+        "2 of 2",
+        "model.layers.1.self_attn",
+        "512 bytes per token",
+    ):
         assert expected in text
 
 
@@ -60,7 +65,9 @@ def test_compiled_models_are_left_alone() -> None:
 
 def test_it_can_be_asked_twice() -> None:
     model, ids = tiny_llama(), {"input_ids": prompt(9), "attention_mask": torch.ones(1, 9).long()}
-    assert len(kvcompile.explain(model, ids).graphs) == len(kvcompile.explain(model, ids).graphs) == 2
+    assert (
+        len(kvcompile.explain(model, ids).graphs) == len(kvcompile.explain(model, ids).graphs) == 2
+    )
 
 
 def test_bad_options_are_refused() -> None:

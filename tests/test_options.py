@@ -40,8 +40,6 @@ def test_bad_options_are_refused_with_the_nearest_valid_one(
 
 
 def test_torch_compile_refuses_them_too() -> None:
-    model = torch.compile(
-        torch.nn.Linear(2, 2), backend="kvcompile", options={"page_sise": 32}
-    )
+    model = torch.compile(torch.nn.Linear(2, 2), backend="kvcompile", options={"page_sise": 32})
     with pytest.raises(Exception, match="did you mean 'page_size'"), torch.no_grad():
         model(torch.ones(1, 2))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcompile.runtime.errors import CacheGapError, StaleHandleError
-from kvcompile.runtime.registry import Role
+from kvcompile.runtime.registry import ROLES, Role
 
 if TYPE_CHECKING:
     from kvcompile.runtime.handle import KVTensor
@@ -30,7 +30,7 @@ def claim(k: KVTensor, v: KVTensor) -> PagedStore:
         if store.capacity is not None:
             if not store.cells:
                 return store
-        elif k.shape[2] == v.shape[2] == store.k_len == store.v_len:
+        elif k.tokens == v.tokens == store.k_len == store.v_len:
             return store
     return _claim_slowly(k, v)
 
@@ -84,7 +84,7 @@ def _needed_beyond(
 ) -> bool:
     """Whether a live handle other than `users` stands for tokens from `length` on."""
     return any(
-        handle.shape[2] > length and role in (None, handle.role)
+        handle.tokens > length and role in (None, handle.role)
         for handle in store.live_handles()
         if not any(handle is user for user in users)
     )
@@ -98,14 +98,15 @@ def _store_anew(k: KVTensor, v: KVTensor) -> PagedStore:
         length, target = k.length, store.empty_like()
     else:
         # Zeros at the end are what a static store shows for tokens that it does not hold.
-        length = max(_last_nonzero(tensor) for tensor in dense.values())
+        length = max(_last_nonzero(store.heads_first(tensor)) for tensor in dense.values())
         target = store
         target.truncate(0)
         target.cells.clear()
         if v.store is not target:
             v.rebind(target)
     if length:
-        target.append(dense["k"][:, :, :length], dense["v"][:, :, :length], 0)
+        new_k, new_v = (store.heads_first(dense[role])[:, :, :length] for role in ROLES)
+        target.append(new_k, new_v, 0)
         target.commit(length)
     return target
 

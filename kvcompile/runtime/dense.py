@@ -87,7 +87,19 @@ class DenseCell:
         if self.dense is None:
             return self.store.materialize(role, length, operator)
         self.store.materializations[operator] += 1
-        return self.dense[:, :, :length].clone()
+        return self.first(length).clone()
+
+    def first(self, length: int) -> torch.Tensor:
+        """Return the first `length` tokens of the dense tensor."""
+        assert self.dense is not None
+        if self.dense.shape[self.token_dim] == length:
+            return self.dense
+        return self.dense.narrow(self.token_dim, 0, length)
+
+    @property
+    def token_dim(self) -> int:
+        """Dimension that counts tokens."""
+        return self.store.token_dim
 
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor the cell owns."""

@@ -82,12 +82,8 @@ class Executor:
         if isinstance(k, KVTensor) and isinstance(v, KVTensor):
             return claim(k, v)
         store = self._new_store(state, plan, k.shape[0], arenas)
-        dense = [
-            t.transpose(1, 2) if dim == 1 else t
-            for t, dim in ((k, state.k_token_dim), (v, state.v_token_dim))
-        ]
-        if dense[0].shape[2]:
-            store.append(dense[0], dense[1], 0)
+        if k.shape[state.token_dim]:
+            store.append(store.heads_first(k), store.heads_first(v), 0)
             store.commit(store.appended)
         return store
 
@@ -106,6 +102,7 @@ class Executor:
             arena,
             batch=batch,
             capacity=state.capacity,
+            token_dim=state.token_dim,
         )
 
 

@@ -15,8 +15,6 @@ from kvcompile.runtime.errors import HandleHasNoStorageError, HandleWriteError
 if TYPE_CHECKING:
     from kvcompile.runtime.store import PagedStore
 
-TIME = 2
-
 # A view made in the dispatcher has the handle as its autograd base, which Dynamo cannot
 # rebuild; taken from the dense tensor in Python it is a view of ordinary memory.
 # fmt: off
@@ -32,6 +30,12 @@ class PythonExits(torch.Tensor):
     """The part of a handle that ordinary Python sees."""
 
     store: PagedStore | None
+
+    @property
+    def token_dim(self) -> int:
+        """Dimension that counts tokens."""
+        assert self.store is not None
+        return self.store.token_dim
 
     def read(self, operator: str) -> torch.Tensor:
         """Return the dense values for reading only."""
@@ -53,7 +57,11 @@ class PythonExits(torch.Tensor):
         """Crop on pages; take every other view from the dense tensor."""
         if self.store is None:
             return super().__getitem__(index)
-        length = _crop_length(index, self.shape) if self.store.capacity is None else None
+        length = (
+            None
+            if self.store.capacity is not None
+            else _crop_length(index, self.shape, self.token_dim)
+        )
         if length is not None:
             return self.alias(length)
         if isinstance(index, (torch.Tensor, list)) or _has_tensor(index):
@@ -71,7 +79,9 @@ class PythonExits(torch.Tensor):
         """Return tokens or channels start .. start + length - 1."""
         if self.store is None:
             return super().narrow(dim, start, length)
-        crops = dim % self.ndim == TIME and int(start) == 0 and 0 <= length <= self.shape[TIME]
+        crops = (
+            dim % self.ndim == self.token_dim and int(start) == 0 and 0 <= length <= self.shape[dim]
+        )
         if crops and self.store.capacity is None:
             return self.alias(length)
         return self.turn_dense("narrow").narrow(dim, start, length)
@@ -195,7 +205,7 @@ def _has_tensor(index: Any) -> bool:
     return isinstance(index, tuple) and any(isinstance(i, (torch.Tensor, list)) for i in index)
 
 
-def _crop_length(index: Any, shape: torch.Size) -> int | None:
+def _crop_length(index: Any, shape: torch.Size, token_dim: int) -> int | None:
     """Return n if `index` selects the first n tokens and nothing else, else None."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(item is not Ellipsis and not isinstance(item, slice) for item in items):
@@ -205,11 +215,11 @@ def _crop_length(index: Any, shape: torch.Size) -> int | None:
         items[place : place + 1] = [slice(None)] * (len(shape) - len(items) + 1)
     if len(items) > len(shape) or Ellipsis in items:
         return None
-    length = shape[TIME]
+    length = shape[token_dim]
     for dim, item in enumerate(items):
         start, stop, step = item.indices(shape[dim])
-        if step != 1 or start != 0 or (dim != TIME and stop != shape[dim]):
+        if step != 1 or start != 0 or (dim != token_dim and stop != shape[dim]):
             return None
-        if dim == TIME:
+        if dim == token_dim:
             length = stop
     return length

@@ -1,6 +1,6 @@
 """Handles: tensors that look like the dense K or V of a layer and keep their data in a store.
 
-A handle of a store that grows is a value: its first `shape[2]` tokens, whatever the store does
+A handle of a store that grows is a value: its first tokens, whatever the store does
 later. A handle of a static store is a buffer: it shows what the store holds now.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class KVTensor(PythonExits):
-    """The dense K or V of one layer, [B, K, T, D], without storage of its own.
+    """The dense K or V of one layer, [B, K, T, D] or [B, T, K, D], without storage of its own.
 
     Attributes:
         store: Where the data is; None under fake tensors.
@@ -66,9 +66,9 @@ class KVTensor(PythonExits):
         handle.anchor, handle.cell = store.anchors[role], None
         store.note(handle)
         if store.capacity is None:
-            # What torch._dynamo.maybe_mark_dynamic(handle, 2) sets, without its walk over the
-            # inner tensors: sixty handles are made per decoding step.
-            handle._dynamo_weak_dynamic_indices = {2}
+            # What torch._dynamo.maybe_mark_dynamic(handle, token_dim) sets, without its walk over
+            # the inner tensors: sixty handles are made per decoding step.
+            handle._dynamo_weak_dynamic_indices = {store.token_dim}
             handle._has_dynamo_dim_marking = True
         return handle
 
@@ -137,11 +137,16 @@ class KVTensor(PythonExits):
         return copy
 
     @property
+    def tokens(self) -> int:
+        """Extent of the dimension that counts tokens; the capacity of a static store."""
+        assert self.store is not None
+        return self.shape[self.store.token_dim]
+
+    @property
     def length(self) -> int:
         """Tokens the handle stands for; of a static store, tokens stored now."""
-        if self.store is None or self.store.capacity is None:
-            return self.shape[2]
-        return self.store.role_length(self.role)
+        assert self.store is not None
+        return self.tokens if self.store.capacity is None else self.store.role_length(self.role)
 
     @property
     def is_written(self) -> bool:
@@ -164,7 +169,7 @@ class KVTensor(PythonExits):
             return materialize(self.anchor, self.shape, self.dtype)
         dense = self._present_dense()
         if dense is None:
-            return self.store.materialize(self.role, self.shape[2], operator)
+            return self.store.materialize(self.role, self.tokens, operator)
         self.store.materializations[operator] += 1
         return dense
 
@@ -175,7 +180,7 @@ class KVTensor(PythonExits):
         cell = self.shared_cell()
         if cell.dense is None:
             length = max(
-                handle.shape[2]
+                handle.tokens
                 for handle in self.store.live_handles()
                 if handle._present_cell() is cell
             )
@@ -226,7 +231,7 @@ class KVTensor(PythonExits):
         """Return a fresh handle of the same memory, cropped to `length` tokens."""
         assert self.store is not None
         cell = None if self.store.capacity is not None else self.shared_cell()
-        handle = KVTensor.of(self.store, self.role, self.shape[2] if length is None else length)
+        handle = KVTensor.of(self.store, self.role, self.tokens if length is None else length)
         if cell is not None:
             handle.cell, handle.anchor = cell, cell.anchor
         return handle
@@ -245,8 +250,7 @@ class KVTensor(PythonExits):
         cell = self._present_cell()
         if cell is None or cell.dense is None:
             return None
-        length = self.shape[2]
-        return cell.dense if cell.dense.shape[2] == length else cell.dense[:, :, :length]
+        return cell.first(self.tokens)
 
 
 def _tell(operator: str) -> None:
@@ -270,7 +274,7 @@ def _from_anchor(anchor: torch.Tensor, size: Sequence[int]) -> KVTensor:
     source = find(key)
     store = source.store if isinstance(source, DenseCell) else source
     assert isinstance(store, PagedStore)
-    handle = KVTensor.of(store, role, size[2])
+    handle = KVTensor.of(store, role, size[store.token_dim])
     if isinstance(source, DenseCell) and store.capacity is None:
         handle.cell, handle.anchor = source, anchor
     return handle

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime.claim import writable_store
 from kvcompile.runtime.errors import HandleWriteError
-from kvcompile.runtime.exits import TIME, PythonExits
+from kvcompile.runtime.exits import PythonExits
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -102,7 +102,7 @@ def _slice(
     if handle.store is None or handle.store.capacity is not None:
         return NotImplemented
     begin, stop, stride = slice(start, end, step).indices(handle.shape[dim])
-    if dim % handle.ndim != TIME or begin or stride != 1:
+    if dim % handle.ndim != handle.token_dim or begin or stride != 1:
         return NotImplemented
     return handle.alias(stop)
 
@@ -163,9 +163,10 @@ def _zero_(handle: KVTensor) -> Any:
 def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     if dim in (0, -4) and all(is_handle(tensor) for tensor in tensors):
         return _join_rows(tensors)
-    if len(tensors) != 2 or dim not in (TIME, TIME - 4) or not is_handle(tensors[0]):
+    past = tensors[0]
+    if len(tensors) != 2 or not is_handle(past) or past.store is None:
         return NotImplemented
-    return _append_eagerly(tensors[0], tensors[1])
+    return _append_eagerly(past, tensors[1]) if dim % 4 == past.token_dim else NotImplemented
 
 
 def _join_rows(handles: Sequence[Any]) -> Any:
@@ -175,7 +176,8 @@ def _join_rows(handles: Sequence[Any]) -> Any:
         store is None
         or handle.is_written
         or store.capacity != first.capacity
-        or (store.arena, store.layout, store.dtype) != (first.arena, first.layout, first.dtype)
+        or (store.arena, store.layout, store.dtype, store.token_dim)
+        != (first.arena, first.layout, first.dtype, first.token_dim)
         or handle.length != store.k_len
         or (store.k_len, store.v_len) != (first.k_len, first.v_len)
         for handle, store in zip(handles, stores, strict=True)
@@ -192,13 +194,14 @@ def _append_eagerly(past: KVTensor, new: torch.Tensor) -> Any:
     store = past.store
     if store is None or store.capacity is not None or past.is_written or is_handle(new):
         return NotImplemented
-    rest = [size for dim, size in enumerate(past.shape) if dim != TIME]
-    fits = new.ndim == len(past.shape) and rest == [n for d, n in enumerate(new.shape) if d != TIME]
+    time = store.token_dim
+    rest = [size for dim, size in enumerate(past.shape) if dim != time]
+    fits = new.ndim == len(past.shape) and rest == [n for d, n in enumerate(new.shape) if d != time]
     if not fits or new.dtype != past.dtype or new.device != past.device or new.requires_grad:
         return NotImplemented
-    length, end = past.length, past.length + new.shape[TIME]
+    length, end = past.length, past.length + new.shape[time]
     target = writable_store(past)
-    dense = new.detach()
+    dense = store.heads_first(new.detach())
     target.append(dense if past.role == "k" else None, dense if past.role == "v" else None, length)
     target.commit(end, past.role)
     emit(

@@ -135,7 +135,8 @@ def _attend(  # noqa: PLR0913 - the schema
 def _materialize(anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return the dense tensor of the given sizes that an anchor stands for."""
     key, role = read_anchor(ctypes.c_int64.from_address(anchor.data_ptr()).value)
-    return find(key).materialize(role, sizes[2], "kvcompile.materialize")
+    source = find(key)
+    return source.materialize(role, sizes[source.token_dim], "kvcompile.materialize")
 
 
 _library.impl("append", _append, "CPU")

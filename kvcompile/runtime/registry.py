@@ -17,6 +17,11 @@ ROLES: tuple[Role, Role] = ("k", "v")
 class Source(Protocol):
     """What an anchor can stand for: a page store, or a tensor that a handle was turned into."""
 
+    @property
+    def token_dim(self) -> int:
+        """Dimension of the dense tensor that counts tokens."""
+        ...
+
     def materialize(self, role: Role, length: int, operator: str) -> torch.Tensor:
         """Return the dense tensor of one role; count it under the operator's name."""
 

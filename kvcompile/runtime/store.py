@@ -70,6 +70,8 @@ class PagedStore(PageRows):
         dtype: Dtype of the dense K and V it stands for.
         device: Device of pages and handles.
         capacity: Tokens of a static buffer, or None for a cache that grows.
+        token_dim: Dimension of the dense K and V that counts tokens: 2 in [B, K, T, D], 1 in
+            [B, T, K, D]. Kernels always see [B, K, S, D].
         k_len: Tokens of K, padding included; moved only by `commit` and `truncate`.
         v_len: The same of V. Eager code appends K and V one after the other.
         appended: Tokens written by the last `append`, committed or not.
@@ -90,6 +92,7 @@ class PagedStore(PageRows):
         *,
         batch: int,
         capacity: int | None = None,
+        token_dim: int = 2,
     ) -> None:
         self.key = register(self)
         super().__init__(arena, layout.page_size, batch, capacity, self.key)
@@ -97,6 +100,7 @@ class PagedStore(PageRows):
         self.num_kv_heads = num_kv_heads
         self.dtype = dtype
         self.device = torch.device(device)
+        self.token_dim = token_dim
         self.k_len = 0
         self.v_len = 0
         self.appended = 0
@@ -125,10 +129,16 @@ class PagedStore(PageRows):
         return self.k_len if role == "k" else self.v_len
 
     def shape(self, role: Role, length: int) -> tuple[int, int, int, int]:
-        """Return the dense shape [B, K, T, D]; T is the capacity of a static store."""
+        """Return the dense shape; the tokens of a static store are its capacity."""
         dim = self.layout.head_dim_qk if role == "k" else self.layout.head_dim_vo
         tokens = length if self.capacity is None else self.capacity
+        if self.token_dim == 1:
+            return (self.batch, tokens, self.num_kv_heads, dim)
         return (self.batch, self.num_kv_heads, tokens, dim)
+
+    def heads_first(self, dense: torch.Tensor) -> torch.Tensor:
+        """Return a dense K or V, laid out like the handles, as [B, K, T, D]."""
+        return dense.transpose(1, 2) if self.token_dim == 1 else dense
 
     def reserve(self, past_len: int, new_len: int, role: Role | None = None) -> None:
         """Make pages for tokens past_len .. past_len + new_len - 1 of every row.
@@ -293,6 +303,7 @@ class PagedStore(PageRows):
             self.arena,
             batch=self.batch if batch is None else batch,
             capacity=self.capacity,
+            token_dim=self.token_dim,
         )
         store.materializations = self.materializations
         return store
@@ -308,7 +319,7 @@ class PagedStore(PageRows):
     def materialize(
         self, role: Role, length: int | None = None, operator: str = "materialize"
     ) -> torch.Tensor:
-        """Return the dense tensor [B, K, T, D] of one role, and count that it was needed.
+        """Return the dense tensor of one role, laid out like its handle; count the need of it.
 
         Padding rows are zeros. Of a static store T is the capacity, and positions beyond the
         length are zeros.
@@ -328,9 +339,9 @@ class PagedStore(PageRows):
                     f"{wanted} tokens of {role.upper()} were asked for, but only {stored} are "
                     "stored: the cache was truncated in the meantime; take a new handle from it"
                 )
-            return self._gather(role, wanted)
+            return self.heads_first(self._gather(role, wanted)).contiguous()
         dense = torch.zeros(self.shape(role, stored), dtype=self.dtype, device=self.device)
-        dense[:, :, :stored] = self._gather(role, stored)
+        self.heads_first(dense)[:, :, :stored] = self._gather(role, stored)
         return dense
 
     def filled_pages(self) -> dict[int, int]:
@@ -357,8 +368,7 @@ class PagedStore(PageRows):
 
     def _gather(self, role: Role, length: int) -> torch.Tensor:
         if not length:
-            shape = list(self.shape(role, 0))
-            shape[2] = 0
+            shape = (self.batch, self.num_kv_heads, 0, self.layout.head_dim(role))
             return torch.empty(shape, dtype=self.dtype, device=self.device)
         return launch.gather(self, role, 0, length)
 

@@ -41,8 +41,7 @@ class StateBinding:
         v_input: The same for the values.
         k_outputs: Positions of the keys among the captured graph's outputs.
         v_outputs: The same for the values.
-        k_token_dim: Dimension of the keys that grows.
-        v_token_dim: The same for the values.
+        token_dim: Dimension of keys and values that grows.
         capacity: Tokens of a static buffer, or None.
         batch: Where to read the number of sequences.
     """
@@ -52,8 +51,7 @@ class StateBinding:
     v_input: int | None
     k_outputs: tuple[int, ...]
     v_outputs: tuple[int, ...]
-    k_token_dim: int
-    v_token_dim: int
+    token_dim: int
     capacity: int | None
     batch: SizeSource
 

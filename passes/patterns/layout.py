@@ -7,8 +7,6 @@ from torch import fx
 
 aten = torch.ops.aten
 
-_NO_START: tuple[object, ...] = (0, None)
-
 
 def value(node: fx.node.Argument) -> torch.Tensor | None:
     """Return the fake tensor a node stands for, or None."""
@@ -149,4 +147,4 @@ def is_prefix_slice(node: fx.Node, dim: int) -> bool:
         return False
     start = node.args[2] if len(node.args) > 2 else None
     step = node.args[4] if len(node.args) > 4 else 1
-    return start in _NO_START and step == 1
+    return number(start) in (None, 0.0) and not isinstance(start, fx.Node) and number(step) == 1.0

@@ -1,4 +1,4 @@
-"""Every way to say it: each must generate compiled, on pages, with the unmodified model's tokens."""
+"""Every way to say it: each must generate compiled, on pages, with the model's own tokens."""
 
 import copy
 import subprocess
@@ -12,11 +12,15 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, PreTrainedModel
 
 import kvcompile
+from kvcompile.passes.ir.remarks import forget_notices
 from kvcompile.runtime.handle import KVTensor
 from tests.support.compiled import FAST, settings
 from tests.support.tiny_models import prompt, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+OPTIONS: Any = FAST
 
 
 def tokens_of(model: Any, ids: torch.Tensor, **more: Any) -> Any:
@@ -31,7 +35,7 @@ def assert_compiled(result: Any, expected: Any) -> None:
 
 
 def by_wrapper(model: PreTrainedModel) -> Any:
-    return torch.compile(model, backend="kvcompile", options=FAST)
+    return torch.compile(model, backend="kvcompile", options=OPTIONS)
 
 
 def by_short_form(model: PreTrainedModel) -> Any:
@@ -39,12 +43,12 @@ def by_short_form(model: PreTrainedModel) -> Any:
 
 
 def in_place(model: PreTrainedModel) -> Any:
-    model.compile(backend="kvcompile", options=FAST)
+    model.compile(backend="kvcompile", options=OPTIONS)
     return model
 
 
 def by_forward(model: PreTrainedModel) -> Any:
-    model.forward = torch.compile(model.forward, backend="kvcompile", options=FAST)  # type: ignore[method-assign]
+    model.forward = by_wrapper(model.forward)  # type: ignore[arg-type]
     return model
 
 
@@ -127,10 +131,10 @@ def test_other_backends_are_left_alone() -> None:
 
 def test_a_transformers_compile_config() -> None:
     """transformers compiles decoding only, on dense static buffers: right, and said so."""
-    kvcompile.passes.ir.remarks.forget_notices()  # type: ignore[attr-defined]
+    forget_notices()
     model, ids = tiny_llama(), prompt(9)
     expected = tokens_of(model, ids, cache_implementation="static")
-    config = CompileConfig(backend="kvcompile", mode=None, options=FAST)
+    config: Any = CompileConfig(backend="kvcompile", mode=None, options=OPTIONS)  # type: ignore[arg-type]
     config._compile_all_devices = True  # transformers compiles on accelerators only
     result = tokens_of(model, ids, cache_implementation="static", compile_config=config)
     assert torch.equal(result.sequences, expected.sequences)
@@ -141,7 +145,8 @@ def test_a_transformers_compile_config() -> None:
 def test_a_mode_is_passed_on() -> None:
     model, ids = tiny_llama(), prompt(9)
     expected = tokens_of(model, ids)
-    wrapper = torch.compile(model, backend="kvcompile", mode="max-autotune-no-cudagraphs")
+    mode = "max-autotune-no-cudagraphs"
+    wrapper: Any = torch.compile(model, backend="kvcompile", mode=mode)
     with torch.no_grad():
         result = wrapper.generate(ids, **settings(3))
     assert torch.equal(result.sequences, expected.sequences[:, :12])

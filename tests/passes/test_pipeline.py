@@ -23,7 +23,7 @@ MASK = torch.tensor([[[[False, True, True, True, True, True, True, True]]]])
 def run_text(text: str, program: Program, inputs: list[Any]) -> tuple[Any, ...]:
     """Execute a printed program."""
     names: dict[str, Any] = {}
-    exec(compile(text, "printed.py", "exec"), names)  # noqa: S102 - that is what is tested
+    exec(compile(text, "printed.py", "exec"), names)  # that is what is tested
     return tuple(names["forward"](program.module, *inputs))
 
 
@@ -47,16 +47,26 @@ def test_a_pass_that_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ZeroDivisionError("by zero")
 
     monkeypatch.setattr(MatchAttention, "run", fail)
-    with pytest.raises(Exception, match="pass match-attention: ZeroDivisionError: by zero") as caught:
+    with pytest.raises(
+        Exception, match="pass match-attention: ZeroDivisionError: by zero"
+    ) as caught:
         capture(Sdpa().eval(), *qkv(3))
     assert any(isinstance(e, PassError) for e in _chain(caught.value))
 
 
+class Lying:
+    """A pass that does nothing and claims a stage."""
+
+    name = "lying"
+    needs = Stage.PLANNED
+    gives = Stage.REWRITTEN
+
+    def run(self, program: Program, options: PassOptions) -> None:
+        pass
+
+
 def test_a_pass_that_lies_about_its_stage_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    lying = dataclasses.make_dataclass("Lying", [], namespace={"name": "lying"})
-    lying.needs, lying.gives = Stage.PLANNED, Stage.REWRITTEN
-    lying.run = lambda self, program, options: None
-    monkeypatch.setattr(pipeline, "PIPELINE", (*PIPELINE[:4], lying(), PIPELINE[-1]))
+    monkeypatch.setattr(pipeline, "PIPELINE", (*PIPELINE[:4], Lying(), PIPELINE[-1]))
     with pytest.raises(Exception, match="inputs and outputs are bound") as caught:
         capture(Sdpa().eval(), *qkv(3))
     assert any(isinstance(e, InvariantError) for e in _chain(caught.value))
@@ -101,4 +111,3 @@ def test_printing_is_deterministic() -> None:
         program, _ = capture(Sdpa("expand").eval(), *qkv(1), past(7))
         texts.append(print_program(program))
     assert texts[0] == texts[1]
-

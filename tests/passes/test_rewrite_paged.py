@@ -44,7 +44,11 @@ def test_static_decode_writes_no_buffer() -> None:
 
 def test_a_static_prefill_never_makes_the_dense_buffer() -> None:
     def prefill(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, mask: torch.Tensor
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        position: torch.Tensor,
+        mask: torch.Tensor,
     ) -> object:
         buffers = torch.zeros(2, 2, 12, 8), torch.zeros(2, 2, 12, 8)
         return Static("expand")(q, k, v, buffers, position, mask), *buffers
