@@ -31,20 +31,27 @@ class Arena:
     """
 
     def __init__(
-        self, page_bytes: int, device: torch.device | str = "cpu", slab_bytes: int | None = None
+        self,
+        page_bytes: int,
+        device: torch.device | str = "cpu",
+        slab_bytes: int | None = None,
+        *,
+        stores: int = 1,
     ) -> None:
         """Make an empty arena.
 
         Args:
             page_bytes: Bytes of one page.
             device: Where the slabs live.
-            slab_bytes: Wanted bytes of one slab. By default a sixteenth of the first
-                reservation, but at least 1 MiB and at most 32 MiB. A slab is always a
+            slab_bytes: Wanted bytes of one slab. By default a sixteenth of what the first
+                reservation takes, made by each of the stores, but at least 1 MiB and at most 32 MiB. A slab is always a
                 power-of-two number of pages.
+            stores: Stores (layers) that will make reservations like the first one.
         """
         self.page_bytes = page_bytes
         self.device = torch.device(device)
         self._slab_bytes = slab_bytes
+        self._stores = stores
         self._shift: int | None = None
         self._slabs: list[torch.Tensor] = []
         self.slab_table = torch.zeros(64, dtype=torch.int64)
@@ -168,7 +175,7 @@ class Arena:
     def _choose_shift(self, wanted_pages: int) -> int:
         target = self._slab_bytes
         if target is None:
-            sixteenth = wanted_pages * self.page_bytes // 16
+            sixteenth = wanted_pages * self.page_bytes * self._stores // 16
             target = min(max(sixteenth, DEFAULT_SLAB_BYTES), LARGEST_SLAB_BYTES)
         return max(target // self.page_bytes, 1).bit_length() - 1
 

@@ -93,7 +93,8 @@ class Executor:
         """Make an empty store; the layers of one call share an arena per page size."""
         arena = arenas.get(plan.page_bytes)
         if arena is None:
-            arena = arenas[plan.page_bytes] = Arena(plan.page_bytes)
+            alike = sum(other.page_bytes == plan.page_bytes for other in self._plans)
+            arena = arenas[plan.page_bytes] = Arena(plan.page_bytes, stores=alike)
         return PagedStore(
             plan.layout,
             plan.num_kv_heads,

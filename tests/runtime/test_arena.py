@@ -70,6 +70,9 @@ def test_slab_size_follows_the_first_reservation_within_bounds() -> None:
     medium = Arena(4096)
     medium.allocate(2 * 16 * DEFAULT_SLAB_BYTES // 4096)
     assert medium.page_bytes << medium.shift == 2 * DEFAULT_SLAB_BYTES
+    shared = Arena(4096, stores=8)
+    shared.allocate(4 * 16 * DEFAULT_SLAB_BYTES // 4096 // 8)
+    assert shared.page_bytes << shared.shift == 4 * DEFAULT_SLAB_BYTES
     large_page = Arena(3 << 20)
     large_page.allocate(1)
     assert large_page.allocated_bytes == 3 << 20
