@@ -153,7 +153,7 @@ static void attend_items(const Call& call) {
   Workspace work;
 #pragma omp for schedule(static)
   for (int64_t item = 0; item < items; ++item) attend_chunk(call, item, items, work);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t row = 0; row < out_rows; ++row)
     merge_splits(call, row / rows / heads, row / rows % heads, row % rows);
 }
