@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from kvcompile.passes.base import PassOptions, missed, passed
 from kvcompile.passes.canonicalize import IS_HANDLE
+from kvcompile.passes.ir.ops import APPEND, ATTEND
 from kvcompile.passes.ir.program import Binding, Program, SizeSource, StateBinding
 from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.ir.stage import Stage
@@ -86,7 +87,7 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
     learns_padding = mask if not stream.has_past else None
     with program.graph.inserting_before(site.out):
         program.graph.call_function(
-            torch.ops.kvcompile.append.default,
+            APPEND,
             (k, v, state, past_len, position, learns_padding),
         )
         out: fx.Node | None = None
@@ -122,7 +123,7 @@ def _attend(
     else:
         kv_len = _sum(program, past_len, new_len)
     return program.graph.call_function(
-        torch.ops.kvcompile.attend.default,
+        ATTEND,
         (
             site.q,
             state,

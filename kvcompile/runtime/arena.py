@@ -44,8 +44,8 @@ class Arena:
             page_bytes: Bytes of one page.
             device: Where the slabs live.
             slab_bytes: Wanted bytes of one slab. By default a sixteenth of what the first
-                reservation takes, made by each of the stores, but at least 1 MiB and at most 32 MiB. A slab is always a
-                power-of-two number of pages.
+                reservation takes, made by each of the stores, but at least 1 MiB and at most
+                32 MiB. A slab is always a power-of-two number of pages.
             stores: Stores (layers) that will make reservations like the first one.
         """
         self.page_bytes = page_bytes

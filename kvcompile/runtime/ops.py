@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from kvcompile.passes.ir.ops import MATERIALIZE, library
 from kvcompile.runtime import launch
 from kvcompile.runtime.errors import CacheGapError
 from kvcompile.runtime.masks import check_masks, learn_starts
@@ -21,19 +22,6 @@ from kvcompile.runtime.store import PagedStore
 
 FEW_QUERIES = 16
 _REGISTRY_WORD = 7 * 8
-
-# Defined by hand: `torch.library.custom_op` costs 14 us per call, this 1.5 us. PyTorch's functions
-# for it carry no annotations.
-_library = torch.library.Library("kvcompile", "DEF")
-_library.define(
-    "append(Tensor k, Tensor v, Tensor(a!) state, SymInt past_len, Tensor? position, Tensor? mask)"
-    " -> ()"
-)
-_library.define(
-    "attend(Tensor q, Tensor state, SymInt past_len, Tensor? position, Tensor? mask,"
-    " bool is_causal, float scale, SymInt kv_len, SymInt? head_dim_vo=None) -> Tensor"
-)
-_library.define("materialize(Tensor anchor, SymInt[] sizes, ScalarType dtype) -> Tensor")
 
 
 def _store_of(state: torch.Tensor) -> PagedStore:
@@ -139,48 +127,12 @@ def _materialize(anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype)
     return source.materialize(role, sizes[source.token_dim], "kvcompile.materialize")
 
 
-_library.impl("append", _append, "CPU")
-_library.impl("attend", _attend, "CPU")
-_library.impl("materialize", _materialize, "CPU")
-
-
-@torch.library.register_fake("kvcompile::append", lib=_library)  # type: ignore[untyped-decorator]
-def _append_fake(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    state: torch.Tensor,
-    past_len: int,
-    position: torch.Tensor | None,
-    mask: torch.Tensor | None,
-) -> None:
-    return None
-
-
-@torch.library.register_fake("kvcompile::attend", lib=_library)  # type: ignore[untyped-decorator]
-def _attend_fake(  # noqa: PLR0913 - the schema
-    q: torch.Tensor,
-    state: torch.Tensor,
-    past_len: int,
-    position: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float,
-    kv_len: int,
-    head_dim_vo: int | None = None,
-) -> torch.Tensor:
-    batch, heads, queries, head_dim_qk = q.shape
-    dim = head_dim_qk if head_dim_vo is None else head_dim_vo
-    return q.new_empty(batch, queries, heads, dim).transpose(1, 2)
-
-
-@torch.library.register_fake("kvcompile::materialize", lib=_library)  # type: ignore[untyped-decorator]
-def _materialize_fake(
-    anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    return anchor.new_empty(sizes, dtype=dtype)
+library.impl("append", _append, "CPU")
+library.impl("attend", _attend, "CPU")
+library.impl("materialize", _materialize, "CPU")
 
 
 def materialize(anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Read a handle inside a graph that is being traced: one opaque operator."""
-    dense: torch.Tensor = torch.ops.kvcompile.materialize.default(anchor, list(sizes), dtype)
+    dense: torch.Tensor = MATERIALIZE(anchor, list(sizes), dtype)
     return dense
