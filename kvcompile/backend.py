@@ -12,6 +12,8 @@ import torch
 from torch import fx, nn
 from torch._dynamo import register_backend
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import get_metrics_context
+from torch._guards import CompileContext
 
 from kvcompile import wrappers
 from kvcompile.codegen.cpu.isa import detect_isa
@@ -27,6 +29,9 @@ from kvcompile.runtime import launch
 from kvcompile.runtime.executor import Executor
 
 Compiled = Callable[..., Any]
+
+EXPECTED_COMPILATIONS = 2
+"""Prefill and decode; every further compilation of a function is explained by a remark."""
 
 HARMLESS = frozenset({"KVC101", "KVC201"})
 """Misses that `strict` lets pass: no attention at all, or one whose K and V nobody keeps."""
@@ -90,6 +95,7 @@ def kvcompile(
         )
         return _inner(gm, list(example_inputs), parsed, mode)
     passes_seconds = time.perf_counter() - start
+    _explain_compilation(program)
     publish(CompilationReport.of(program, passes_seconds))
     _log(program)
     if parsed.strict:
@@ -148,6 +154,29 @@ def _inner(
         patches = list_mode_options(mode) if mode else None
         return cast("Compiled", compile_fx(gm, inputs, config_patches=patches))
     return lookup_backend(options.inner_backend)(gm, inputs)
+
+
+def _explain_compilation(program: Program) -> None:
+    """Say why a function is compiled once more, after its first prefill and its first decode."""
+    compilation = CompileContext.current_compile_id()
+    number = 0 if compilation is None else compilation.frame_compile_id or 0
+    if number < EXPECTED_COMPILATIONS:
+        return
+    kind = "decode" if any(s.has_past for s in program.streams.values()) else "prefill"
+    # What TORCH_LOGS="recompiles" prints; there is no public name for it.
+    reason = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
+    emit(
+        Remark(
+            "note",
+            "KVC003",
+            "backend",
+            "",
+            "",
+            f"compilation {number + 1} of one function, a {kind} graph: {reason}",
+            hint="another batch size, prompts of one token, another grad mode or a second prompt "
+            "length cost one compilation each, once per process",
+        )
+    )
 
 
 def _raise_first_miss(program: Program) -> None:

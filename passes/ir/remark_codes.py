@@ -5,6 +5,7 @@ from __future__ import annotations
 REMARK_CODES: dict[str, str] = {
     "KVC001": "an input requires grad, so the graph is passed through",
     "KVC002": "a pass failed, so the graph is passed through",
+    "KVC003": "a function is compiled once more",
     "KVC100": "attention matched",
     "KVC101": "no attention in the graph",
     "KVC102": "attention dropout is on",

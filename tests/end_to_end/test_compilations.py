@@ -1,7 +1,10 @@
 """Two compilations for a whole `generate`, prefill and decode, and never again."""
 
 import pytest
+import torch
 
+import kvcompile
+from kvcompile.passes.ir.remarks import forget_notices
 from tests.support.compiled import compiled, count_compilations, settings
 from tests.support.tiny_models import greedy, prompt, tiny_llama, tiny_nanogpt
 
@@ -53,3 +56,20 @@ def test_grad_mode_does_not_undo_it() -> None:
     model.generate(ids, **settings(8))
     model(ids).logits.sum().backward()
     assert model.generate(ids, **settings(8)).sequences.tolist() == expected.tolist()
+
+
+def test_every_other_one_is_explained_by_a_remark() -> None:
+    forget_notices()
+    model = tiny_llama()
+    wrapper = compiled(model)
+    with torch.no_grad(), count_compilations() as compilations:
+        wrapper.generate(prompt(9), **settings(4))
+        assert (compilations.count, len(kvcompile.notices())) == (2, 0)
+        wrapper.generate(prompt(12), **settings(4))
+        wrapper.generate(prompt(9, batch=3), **settings(4))
+        wrapper.generate(prompt(1), **settings(4))
+    remarks = kvcompile.notices()
+    assert compilations.count == 2 + len(remarks)
+    assert {remark.code for remark in remarks} == {"KVC003"}
+    assert "actual 12" in remarks[0].reason
+    assert "prefill" in remarks[0].reason
