@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import fx
+
 from kvcompile.codegen.spec import KernelSpec
 from kvcompile.passes.base import PassOptions, passed
 from kvcompile.passes.ir.program import KernelUse, Program
@@ -42,6 +44,8 @@ class LowerKernels:
         program.kernels = tuple(uses)
         for node in program.graph.nodes:
             node.meta = {key: node.meta[key] for key in KEPT_META if key in node.meta}
+        # The re-trace left its shape environment on the module, which cannot be pickled either.
+        program.module = fx.GraphModule(program.module, program.graph)
 
 
 def _append_spec(plan: StreamPlan, options: PassOptions) -> KernelSpec:
