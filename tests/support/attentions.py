@@ -1,7 +1,7 @@
 """Attentions in many spellings, one module each, with and without a past.
 
 Letters: B batch, S new tokens, T all tokens, H query heads, K KV heads, D head dim.
-Every module takes new `q [B, H, S, D]`, `k` and `v [B, K, S, D]`, and where it has a past, that too.
+Every module takes new `q [B, H, S, D]`, `k` and `v [B, K, S, D]`, and the past where it has one.
 """
 
 from __future__ import annotations
