@@ -14,7 +14,6 @@ pytestmark = [
     pytest.mark.model,
     pytest.mark.slow,
     pytest.mark.usefixtures("fresh_dynamo"),
-    pytest.mark.xdist_group("smollm2"),
 ]
 
 INDUCTOR = {"inner_backend": "inductor"}

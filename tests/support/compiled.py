@@ -106,7 +106,8 @@ def assert_same_generation(
     arguments = settings(new_tokens, attention_mask=mask, **more)
     unmodified: Any = model
     expected = unmodified.generate(ids, **arguments)
-    run = run or compiled(model, **(options or {}))
+    if run is None:
+        run = compiled(model, **(options or {}))
     result = run.generate(ids, **arguments)
     assert result.sequences.tolist() == expected.sequences.tolist()
     # The last token is returned, never fed back: it is not in the cache.
