@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -12,6 +12,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from kvcompile.passes.ir.stage import Stage
 
@@ -43,7 +44,7 @@ class Canonicalize:
         # make_fx asks for the tracing context's fake mode and refuses two different ones.
         with tracing(TracingContext(fake_mode)), fx_traceback.preserve_node_meta():
             retraced = make_fx(
-                fx.Interpreter(program.module).run,
+                _Retrace(program.module).run,
                 pre_dispatch=True,
                 tracing_mode="symbolic",
                 _allow_non_fake_inputs=True,
@@ -56,6 +57,25 @@ class Canonicalize:
         retraced.graph.eliminate_dead_code(_is_impure)
         retraced.recompile()
         program.module = retraced
+
+
+class _Retrace(fx.Interpreter):
+    """Runs the captured graph; Python floats that Dynamo made inputs become numbers again.
+
+    Under `dynamic=True` Dynamo passes every float attribute, the attention's scale among them, as
+    a tensor and reads it with `item()`. Asking for its value adds a guard on that value.
+    """
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = n.meta.get("example_value")
+        if isinstance(value, torch.SymFloat) and _is_input_float(value):
+            return float(value)
+        return super().run_node(n)
+
+
+def _is_input_float(value: torch.SymFloat) -> bool:
+    """Whether a number follows from float inputs alone, not from sizes."""
+    return all(symbol_is_type(s, SymT.FLOAT) for s in value.node.expr.free_symbols)
 
 
 def _placeholders(module: fx.GraphModule) -> list[fx.Node]:

@@ -81,14 +81,12 @@ def _stream(program: Program, site: AttentionSite) -> CacheStream | Missed:
                 extra,
                 hint="if this is a sliding window or a cache of another kind, it stays dense",
             )
-    capacity = None
-    if "index_copy" in k.kind:
+    if k.position is not None:
         sizes = [fixed(u.state.meta["val"].shape[u.token_dim]) for u in (k, v)]
         # The mask fixes the length of the keys; that of the values may still be a symbol.
-        capacity = sizes[0]
-        if capacity is None or sizes[1] not in (None, capacity):
-            return Missed("KVC208", f"static buffers of lengths {sizes}, not one number", k.state)
-    return CacheStream(site=site.index, k=k, v=v, capacity=capacity)
+        if None not in sizes and sizes[0] != sizes[1]:
+            return Missed("KVC208", f"static buffers of different lengths {sizes}", k.state)
+    return CacheStream(site=site.index, k=k, v=v)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,14 @@ from kvcompile.passes.ir.ops import APPEND, ATTEND
 from kvcompile.passes.ir.program import Binding, Program, SizeSource, StateBinding
 from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.ir.stage import Stage
-from kvcompile.passes.patterns.layout import fixed, is_prefix_slice, peel, same_size, value
+from kvcompile.passes.patterns.layout import (
+    fixed,
+    is_prefix_slice,
+    peel,
+    same_size,
+    the_node,
+    value,
+)
 
 if TYPE_CHECKING:
     from kvcompile.passes.ir.site import AttentionSite
@@ -58,14 +65,14 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
     """Rewrite one site; return why not if it cannot be."""
     fresh_static = stream.k.kind == "fresh_index_copy"
     sees_all = site.mask_kind == "none" and not _reads_only_new(site, stream)
-    if sees_all and stream.capacity is not None:
+    if sees_all and stream.is_static:
         return Missed(
             "KVC401",
             "without a mask the attention sees the unwritten part of the static buffer",
             site.out,
         )
     dense = stream.k.past is not None and not stream.k.past.meta[IS_HANDLE]
-    if dense and stream.capacity is not None:
+    if dense and stream.is_static:
         return Missed(
             "KVC405",
             "the static buffers are dense: they were filled outside a compiled prefill",
@@ -76,6 +83,8 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
         return misfit
     if _size_source(program.placeholders, site.q.meta["val"].shape[0]) is None:
         return Missed("KVC404", "no input carries the batch size", site.q)
+    if stream.is_static and _capacity(program.placeholders, stream) is None:
+        return Missed("KVC208", "no input carries the length of the static buffer", site.k)
     past_len = _past_length(program, stream)
     if isinstance(past_len, Missed):
         return past_len
@@ -116,8 +125,9 @@ def _attend(
 ) -> fx.Node:
     """Insert the attention over the store."""
     new_len = _size(program, stream.k.new, stream.k.token_dim)
-    if stream.capacity is not None:
-        kv_len: fx.node.Argument = stream.capacity
+    kv_len: fx.node.Argument
+    if stream.is_static:
+        kv_len = _size(program, the_node(stream.k.past), stream.k.token_dim)
     elif isinstance(past_len, int) and isinstance(new_len, int):
         kv_len = past_len + new_len
     else:
@@ -219,7 +229,7 @@ def _state_placeholder(program: Program, site: AttentionSite, stream: CacheStrea
 def _past_length(program: Program, stream: CacheStream) -> fx.node.Argument | Missed:
     """Return the number of past tokens as the graph knows it: a number or a size node."""
     past = stream.k.past
-    if past is None or stream.capacity is not None:
+    if past is None or stream.is_static:
         return 0
     found = _size(program, past, stream.k.token_dim)
     if found is None:
@@ -265,9 +275,14 @@ def _state_binding(
         k_outputs=stream.k.outputs,
         v_outputs=stream.v.outputs,
         token_dim=stream.k.token_dim,
-        capacity=stream.capacity,
+        capacity=_capacity(captured, stream) if stream.is_static else None,
         batch=batch,
     )
+
+
+def _capacity(inputs: list[fx.Node], stream: CacheStream) -> SizeSource | None:
+    """Return where the length of a static buffer can be read."""
+    return _size_source(inputs, stream.k.state.meta["val"].shape[stream.k.token_dim])
 
 
 def _size_source(inputs: list[fx.Node], size: int | torch.SymInt) -> SizeSource | None:

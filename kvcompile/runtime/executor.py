@@ -77,18 +77,18 @@ class Executor:
     ) -> PagedStore:
         """Return the store that ends where the stream's past ends."""
         if state.k_input is None or state.v_input is None:
-            return self._new_store(state, plan, _size(state.batch, args), arenas)
+            return self._new_store(state, plan, args, arenas)
         k, v = args[state.k_input], args[state.v_input]
         if isinstance(k, KVTensor) and isinstance(v, KVTensor):
             return claim(k, v)
-        store = self._new_store(state, plan, k.shape[0], arenas)
+        store = self._new_store(state, plan, args, arenas)
         if k.shape[state.token_dim]:
             store.append(store.heads_first(k), store.heads_first(v), 0)
             store.commit(store.appended)
         return store
 
     def _new_store(
-        self, state: StateBinding, plan: StreamPlan, batch: int, arenas: dict[int, Arena]
+        self, state: StateBinding, plan: StreamPlan, args: Sequence[Any], arenas: dict[int, Arena]
     ) -> PagedStore:
         """Make an empty store; the layers of one call share an arena per page size."""
         arena = arenas.get(plan.page_bytes)
@@ -101,8 +101,8 @@ class Executor:
             plan.dtype,
             "cpu",
             arena,
-            batch=batch,
-            capacity=state.capacity,
+            batch=_size(state.batch, args),
+            capacity=None if state.capacity is None else _size(state.capacity, args),
             token_dim=state.token_dim,
         )
 

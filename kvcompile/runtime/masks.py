@@ -30,6 +30,7 @@ class _LastSeen(threading.local):
 
     mask: weakref.ref[torch.Tensor] | None = None
     question: object = None
+
     def knows(self, mask: torch.Tensor, question: object) -> bool:
         return self.mask is not None and self.mask() is mask and self.question == question
 

@@ -42,7 +42,7 @@ class StateBinding:
         k_outputs: Positions of the keys among the captured graph's outputs.
         v_outputs: The same for the values.
         token_dim: Dimension of keys and values that grows.
-        capacity: Tokens of a static buffer, or None.
+        capacity: Where to read the tokens of a static buffer, or None if the state grows.
         batch: Where to read the number of sequences.
     """
 
@@ -52,7 +52,7 @@ class StateBinding:
     k_outputs: tuple[int, ...]
     v_outputs: tuple[int, ...]
     token_dim: int
-    capacity: int | None
+    capacity: SizeSource | None
     batch: SizeSource
 
 

@@ -27,7 +27,7 @@ REMARK_CODES: dict[str, str] = {
     "KVC205": "K and V are cached in different ways",
     "KVC206": "something else reads the cached tensor",
     "KVC207": "the cached tensors are shared by several attentions",
-    "KVC208": "a static buffer of symbolic length",
+    "KVC208": "static buffers whose length is unclear",
     "KVC300": "format chosen",
     "KVC301": "K and V of different dtypes",
     "KVC302": "no exact format for the dtype",

@@ -44,13 +44,16 @@ class CacheStream:
         site: Index of the site.
         k: Update of the keys.
         v: Update of the values; same kind as `k`.
-        capacity: Tokens of a static buffer, or None if the state grows.
     """
 
     site: int
     k: StateUpdate
     v: StateUpdate
-    capacity: int | None
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the state is a buffer of fixed length that is written at given positions."""
+        return self.k.position is not None
 
     @property
     def has_past(self) -> bool:

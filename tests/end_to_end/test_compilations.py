@@ -1,11 +1,20 @@
 """Two compilations for a whole `generate`, prefill and decode, and never again."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import kvcompile
 from kvcompile.passes.ir.remarks import forget_notices
-from tests.support.compiled import compiled, count_compilations, settings
+from tests.support.compiled import (
+    FAST,
+    assert_paged,
+    compiled,
+    count_compilations,
+    exact_bytes,
+    settings,
+)
 from tests.support.tiny_models import greedy, prompt, tiny_llama, tiny_nanogpt
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("fresh_dynamo")]
@@ -73,3 +82,26 @@ def test_every_other_one_is_explained_by_a_remark() -> None:
     assert {remark.code for remark in remarks} == {"KVC003"}
     assert "actual 12" in remarks[0].reason
     assert "prefill" in remarks[0].reason
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_batches_and_lengths_of_all_sizes_stay_in_pages(dynamic: bool | None, cache: str) -> None:
+    """`dynamic=True` makes every size and every float an input; sizes come and go otherwise."""
+    forget_notices()
+    model = tiny_llama()
+    options: Any = FAST
+    wrapper: Any = torch.compile(model, backend="kvcompile", dynamic=dynamic, options=options)
+    more = {"cache_implementation": "static"} if cache == "static" else {}
+    with torch.no_grad(), count_compilations() as compilations:
+        for batch, length in ((3, 9), (4, 9), (2, 12), (5, 31)):
+            ids = prompt(length, batch=batch)
+            mask = torch.ones_like(ids)
+            mask[0, :2] = 0
+            arguments = settings(5, attention_mask=mask, **more)
+            result = wrapper.generate(ids, **arguments)
+            expected: Any = model
+            assert torch.equal(result.sequences, expected.generate(ids, **arguments).sequences)
+            assert_paged(result.past_key_values, exact_bytes(model, batch * (length + 4) - 2))
+    assert not [remark for remark in kvcompile.notices() if remark.kind != "note"]
+    assert compilations.count <= (2 if dynamic else 6)

@@ -18,7 +18,7 @@ def test_new_tokens_that_are_returned_are_a_fresh_state(model: torch.nn.Module) 
 def test_a_concatenation_is_a_growing_state() -> None:
     program, _ = capture(Sdpa("expand").eval(), *qkv(1), past(7))
     stream = program.streams[0]
-    assert (stream.k.kind, stream.k.token_dim, stream.capacity) == ("cat", 2, None)
+    assert (stream.k.kind, stream.k.token_dim, stream.is_static) == ("cat", 2, False)
     assert stream.has_past
 
 
@@ -48,7 +48,7 @@ def test_a_static_buffer() -> None:
     mask[..., :5] = True
     program, _ = capture(Static().eval(), *qkv(1), buffers, torch.tensor([4]), mask)
     stream = program.streams[0]
-    assert (stream.k.kind, stream.capacity) == ("index_copy", 12)
+    assert (stream.k.kind, stream.is_static) == ("index_copy", True)
     assert stream.k.position is stream.v.position is not None
     assert program.binding is not None
     assert program.binding.states[0].k_outputs == ()

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from kvcompile.passes.ir.program import SizeSource
 from tests.support.attentions import Sdpa, Softmax, Static, TokensFirst
 from tests.support.golden import Golden
 from tests.support.programs import calls, capture, past, printed, qkv, static_handles
@@ -60,7 +61,7 @@ def test_a_static_prefill_never_makes_the_dense_buffer() -> None:
     assert "aten.index_copy_.default" not in names
     assert "kvcompile.append.default" in names
     assert program.binding is not None
-    assert program.binding.states[0].capacity == 12
+    assert program.binding.states[0].capacity == SizeSource(12)
 
 
 @pytest.mark.parametrize("model", [Softmax("masked_fill"), Softmax("where"), Softmax("add")])
