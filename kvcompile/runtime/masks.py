@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,31 +12,20 @@ if TYPE_CHECKING:
     from kvcompile.runtime.store import PagedStore
 
 
-def visible_columns(mask: torch.Tensor) -> torch.Tensor:
-    """Return bool[B or 1, T]: columns that at least one head and query of a row can see.
+def is_visible(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask as bool.
 
     Of an additive mask, a value at or below half the most negative number of its dtype is dead.
     """
-    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def visible_columns(mask: torch.Tensor) -> torch.Tensor:
+    """Return bool[B or 1, T]: columns that at least one head and query of a row can see."""
+    visible = is_visible(mask)
     while visible.ndim < 4:
         visible = visible.unsqueeze(0)
     return visible.any(dim=2).any(dim=1)
-
-
-class _LastSeen(threading.local):
-    """The answer for the last mask: all layers of a step ask about the same tensor."""
-
-    mask: weakref.ref[torch.Tensor] | None = None
-    question: object = None
-
-    def knows(self, mask: torch.Tensor, question: object) -> bool:
-        return self.mask is not None and self.mask() is mask and self.question == question
-
-    def remember(self, mask: torch.Tensor, question: object) -> None:
-        self.mask, self.question = weakref.ref(mask), question
-
-
-_checked = _LastSeen()
 
 
 def learn_starts(mask: torch.Tensor, batch: int, new_len: int) -> list[int]:
@@ -73,23 +60,12 @@ def check_masks(
         if kv_len > stored and not is_causal:
             raise _gap(kv_len, stored)
         return
-    starts = tuple(store.start_list()) if store.is_padded else ()
-    question = (starts, stored, kv_len, _version(mask))
-    if _checked.knows(mask, question):
-        return
-    if starts or kv_len > stored:
-        visible = visible_columns(mask)
-        if kv_len > stored and bool(visible[:, stored:].any()):
-            raise _gap(kv_len, stored)
-        rows = visible.expand(store.batch, -1)
-        if any(bool(rows[b, :start].any()) for b, start in enumerate(starts) if start):
+    if kv_len > stored and bool(is_visible(mask[..., stored:]).any()):
+        raise _gap(kv_len, stored)
+    if store.is_padded:
+        padding = store.padding
+        if bool((is_visible(mask[..., : padding.shape[3]]) & padding).any()):
             raise _revived(store, "the mask makes it visible")
-    _checked.remember(mask, question)
-
-
-def _version(mask: torch.Tensor) -> int:
-    """Return how often the mask was written; inference tensors do not count that."""
-    return 0 if mask.is_inference() else mask._version
 
 
 def _gap(kv_len: int, stored: int) -> CacheGapError:

@@ -36,6 +36,7 @@ class PageRows:
         self.starts = torch.zeros(batch, dtype=torch.int32)
         self._starts = [0] * batch
         self._padded = False
+        self._padding: torch.Tensor | None = None
         self._rows: list[list[int]] = [[] for _ in range(batch)]
         # Tokens up to here can be written without looking at a page; 0 if a page may be shared.
         self._writable = 0
@@ -54,6 +55,14 @@ class PageRows:
     def is_padded(self) -> bool:
         """Whether a row has virtual left padding."""
         return self._padded
+
+    @property
+    def padding(self) -> torch.Tensor:
+        """Which tokens are virtual left padding: bool[B, 1, 1, longest padding]."""
+        if self._padding is None:
+            columns = torch.arange(max(self._starts, default=0))
+            self._padding = columns < self.starts[:, None, None, None]
+        return self._padding
 
     def start_list(self) -> list[int]:
         """Return the virtual left-padding tokens of each row."""
@@ -128,6 +137,7 @@ class PageRows:
 
     def _write_starts(self, starts: list[int]) -> None:
         self._starts = starts
+        self._padding = None
         self._padded = any(starts)
         (ctypes.c_int32 * self.batch).from_address(self.starts.data_ptr())[:] = [*starts]
 
