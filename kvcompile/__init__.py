@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvcompile.backend import compile as compile
     from kvcompile.codegen.errors import KvcompileError as KvcompileError
-    from kvcompile.explain import Explanation as Explanation
-    from kvcompile.explain import explain as explain
+    from kvcompile.explanation import Explanation as Explanation
+    from kvcompile.explanation import explain as explain
     from kvcompile.options import CacheOptions as CacheOptions
     from kvcompile.options import OptionError as OptionError
     from kvcompile.passes.ir.remarks import notices as notices
@@ -19,11 +19,11 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "CacheOptions": "kvcompile.options",
-    "Explanation": "kvcompile.explain",
+    "Explanation": "kvcompile.explanation",
     "KvcompileError": "kvcompile.codegen.errors",
     "OptionError": "kvcompile.options",
     "compile": "kvcompile.backend",
-    "explain": "kvcompile.explain",
+    "explain": "kvcompile.explanation",
     "memory_report": "kvcompile.runtime.report",
     "notices": "kvcompile.passes.ir.remarks",
 }

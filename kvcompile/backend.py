@@ -20,12 +20,14 @@ from kvcompile.codegen.cpu.isa import detect_isa
 from kvcompile.codegen.errors import KvcompileError
 from kvcompile.options import CacheOptions, parse_options
 from kvcompile.passes.base import PassOptions
+from kvcompile.passes.canonicalize import plain_inputs
 from kvcompile.passes.ir.program import Program
 from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.passes.ir.stage import Stage
 from kvcompile.passes.pipeline import run_pipeline
 from kvcompile.reports import CompilationReport, publish
 from kvcompile.runtime import launch
+from kvcompile.runtime.as_written import with_dense_inputs
 from kvcompile.runtime.executor import Executor
 
 Compiled = Callable[..., Any]
@@ -74,7 +76,7 @@ def kvcompile(
             ),
             once="requires-grad",
         )
-        return _inner(gm, list(example_inputs), parsed, mode)
+        return _as_written(gm, parsed, mode)
     start = time.perf_counter()
     program = Program(gm, Stage.CAPTURED)
     try:
@@ -93,7 +95,7 @@ def kvcompile(
                 hint="set strict=True to see the exception, and report it",
             )
         )
-        return _inner(gm, list(example_inputs), parsed, mode)
+        return _as_written(gm, parsed, mode)
     passes_seconds = time.perf_counter() - start
     _explain_compilation(program)
     publish(CompilationReport.of(program, passes_seconds))
@@ -101,7 +103,7 @@ def kvcompile(
     if parsed.strict:
         _raise_first_miss(program)
     if not program.plans:
-        return _inner(gm, list(example_inputs), parsed, mode)
+        return _as_written(gm, parsed, mode)
     # g++ and Inductor run side by side: one is a subprocess, the other Python.
     with ThreadPoolExecutor(max_workers=1) as pool:
         kernels = pool.submit(_prepare, program)
@@ -139,6 +141,12 @@ def _prepare(program: Program) -> None:
     """Compile the kernels that the program needs, each once."""
     for spec in dict.fromkeys(use.spec for use in program.kernels):
         launch.prepare(spec)
+
+
+def _as_written(gm: fx.GraphModule, options: CacheOptions, mode: str | None) -> Compiled:
+    """Compile a graph that is not rewritten."""
+    inputs, _ = plain_inputs(gm)
+    return with_dense_inputs(gm, _inner(gm, inputs, options, mode))
 
 
 def _inner(

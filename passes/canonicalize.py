@@ -38,9 +38,7 @@ class Canonicalize:
         symbolic sizes stay the ones that Dynamo guards on, because the fake mode is Dynamo's own.
         """
         captured = program.placeholders
-        values = [n.meta["example_value"] for n in captured]
-        fake_mode = _fake_mode(values)
-        plain = [_plain(v, fake_mode) for v in values]
+        plain, fake_mode = plain_inputs(program.module)
         # make_fx asks for the tracing context's fake mode and refuses two different ones.
         with tracing(TracingContext(fake_mode)), fx_traceback.preserve_node_meta():
             retraced = make_fx(
@@ -54,7 +52,7 @@ class Canonicalize:
             after.meta[IS_HANDLE] = before.meta["example_value"] is not value
             if "tensor_dict" in before.meta:
                 after.meta["tensor_dict"] = before.meta["tensor_dict"]
-        retraced.graph.eliminate_dead_code(_is_impure)
+        retraced.graph.eliminate_dead_code(is_impure)
         retraced.recompile()
         program.module = retraced
 
@@ -76,6 +74,13 @@ class _Retrace(fx.Interpreter):
 def _is_input_float(value: torch.SymFloat) -> bool:
     """Whether a number follows from float inputs alone, not from sizes."""
     return all(symbol_is_type(s, SymT.FLOAT) for s in value.node.expr.free_symbols)
+
+
+def plain_inputs(captured: fx.GraphModule) -> tuple[list[object], FakeTensorMode]:
+    """Return fakes of a captured graph's inputs, dense ones for handles, and their fake mode."""
+    values = [n.meta["example_value"] for n in _placeholders(captured)]
+    fake_mode = _fake_mode(values)
+    return [_plain(v, fake_mode) for v in values], fake_mode
 
 
 def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
@@ -102,9 +107,12 @@ def _plain(value: object, fake_mode: FakeTensorMode) -> object:
         return torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device)
 
 
-def _is_impure(node: fx.Node) -> bool:
-    """Keep in-place operators: their results may be unused while what they write is not."""
-    if node.op in ("placeholder", "output"):
-        return True
+def is_impure(node: fx.Node) -> bool:
+    """Whether a node matters though nobody reads its result.
+
+    In-place operators do, and those that return nothing at all: assertions.
+    """
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    if not isinstance(target, torch._ops.OpOverload):
+        return node.is_impure()
+    return node.is_impure() or target._schema.is_mutable or not target._schema.returns

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from kvcompile.passes.base import PassOptions, missed, passed
+from kvcompile.passes.canonicalize import IS_HANDLE
 from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.ir.stage import Stage
 from kvcompile.passes.ir.stream import CacheStream, StateUpdate, UpdateKind
@@ -16,6 +17,7 @@ from kvcompile.passes.patterns.layout import (
     fixed,
     is_call,
     is_prefix_slice,
+    number,
     peel,
     strip_repeat_kv,
     the_dim,
@@ -43,16 +45,22 @@ class InferDataflow:
         for site in program.sites:
             found = _stream(program, site)
             if isinstance(found, CacheStream):
-                other = taken.get(found.k.state) or taken.get(found.v.state)
+                other = next((taken[n] for n in _cached(found) if n in taken), None)
                 if other is not None:
                     found = Missed("KVC207", f"the cached tensors are shared with {other.name}")
             if isinstance(found, Missed):
                 program.remarks.append(missed(self.name, site, found))
                 continue
             program.streams[site.index] = found
-            taken[found.k.state] = taken[found.v.state] = site
+            taken |= dict.fromkeys(_cached(found), site)
             reason = f"K and V are cached ({found.k.kind}, {_layout(found.k)})"
             program.remarks.append(passed(self.name, "KVC200", site, reason))
+
+
+def _cached(stream: CacheStream) -> list[fx.Node]:
+    """Return the states and pasts of a stream, which no other stream may have."""
+    updates = (stream.k, stream.v)
+    return [n for u in updates for n in (u.state, u.past) if n is not None]
 
 
 def _layout(update: StateUpdate) -> str:
@@ -68,6 +76,8 @@ def _stream(program: Program, site: AttentionSite) -> CacheStream | Missed:
             return update
     assert isinstance(k, StateUpdate)
     assert isinstance(v, StateUpdate)
+    if k.state is v.state or (k.past is not None and k.past is v.past):
+        return Missed("KVC207", "keys and values are one cached tensor", k.state)
     if k.kind != v.kind or k.position is not v.position:
         reason = f"keys are cached by {k.kind} and values by {v.kind}"
         return Missed("KVC205", reason, v.state)
@@ -111,10 +121,17 @@ def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Miss
             if past is None and kind == "cat":
                 kind = "fresh"
             if kind in ("fresh", "cat", "fresh_index_copy") and not positions:
-                return _not_cached(what, node)
+                return _not_cached(program, what, node)
             return StateUpdate(kind, node, new, past, position, token_dim, positions)
         if fresh is None and _positions(outputs, node):
             fresh = path
+        if is_call(peel(node), aten.index_copy_.default, aten.index_copy.default):
+            return Missed(
+                "KVC209",
+                f"the {what} are written into a buffer that is neither an input nor made of zeros, "
+                "or along another dimension than their tokens",
+                node,
+            )
         before = _before(path)
         if before is None:
             break
@@ -125,16 +142,59 @@ def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Miss
         return StateUpdate("fresh", fresh.node, fresh.node, None, None, dim, positions)
     if path.node.op == "placeholder":
         return Missed("KVC202", f"the {what} are an input that the graph only reads", path.node)
-    return _not_cached(what, path.node)
+    return _not_cached(program, what, path.node)
 
 
-def _not_cached(what: str, node: fx.Node) -> Missed:
+def _not_cached(program: Program, what: str, node: fx.Node) -> Missed:
+    """Tell keys that nobody keeps from keys that are kept in a way that is not recognised."""
+    kept = _kept_nearby(program, node)
+    if kept is not None:
+        return Missed(
+            "KVC209",
+            f"the {what} come from {node.target}, which is not followed further, and {kept.name} "
+            "beside it is kept",
+            node,
+            hint="sliding windows and caches of another form stay dense",
+        )
     return Missed(
         "KVC201",
         f"the {what} are not kept: the graph does not return them",
         node,
         hint="pass use_cache=True, and call the model as a whole so that its cache is in the graph",
     )
+
+
+_WEIGHTS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.embedding.default)
+"""Operators behind which a tensor is no longer K or V in another form."""
+
+
+def _kept_nearby(program: Program, node: fx.Node, depth: int = 8) -> fx.Node | None:
+    """Return a tensor close to `node` that the graph returns or is given as a cache, or None."""
+    outputs = set(program.outputs)
+    seen, front = {node}, [node]
+    for _ in range(depth):
+        following: list[fx.Node] = []
+        for at in front:
+            val = value(at)
+            if val is not None and val.dim() == 4 and (at in outputs or at.meta.get(IS_HANDLE)):
+                return at
+            near = () if is_call(at, *_WEIGHTS) else at.all_input_nodes
+            layout = [u for u in at.users if is_call(u, aten.slice.Tensor, *_MOVES)]
+            following += [n for n in (*near, *layout) if n not in seen]
+            seen |= set(following)
+        front = following
+    return None
+
+
+_MOVES = (
+    aten.cat.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten.index_put_.default,
+    aten.copy_.default,
+)
 
 
 def _positions(outputs: tuple[object, ...], node: fx.Node) -> tuple[int, ...]:
@@ -184,7 +244,9 @@ def _cat(path: _Path) -> _Found | None:
         return None
     past, new = the_node(parts[0]), the_node(parts[1])
     past_value = value(past)
-    if past_value is not None and past_value.dim() == 1:
+    if past_value is None or past_value.dtype != new.meta["val"].dtype:
+        return None
+    if past_value.dim() == 1:
         return ("cat", new, None, None)
     past = peel(past)
     return ("cat", new, past, None) if past.op == "placeholder" else None
@@ -201,7 +263,9 @@ def _index_copy(path: _Path) -> _Found | None:
     buffer = peel(the_node(buffer))
     if buffer.op == "placeholder":
         return ("index_copy", the_node(new), buffer, the_node(position))
-    if is_call(buffer, aten.zeros.default, aten.new_zeros.default):
+    if is_call(buffer, aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default) or (
+        is_call(buffer, aten.full.default) and number(buffer.args[1]) == 0.0
+    ):
         return ("fresh_index_copy", the_node(new), None, the_node(position))
     return None
 
@@ -212,6 +276,13 @@ def _other_reader(program: Program, site: AttentionSite, update: StateUpdate) ->
     What the rewrite makes unreachable may read it (repeating heads, transposing scores): those
     nodes are the ones from which only the attention's result can be reached.
     """
+    for node in (update.state, update.new, update.past):
+        if node is not None and (writer := _writer(node, update.state)) is not None:
+            return writer
+    if update.past is not None:
+        for user in update.past.users:
+            if user is not update.state and not _is_size_or_step(user, update):
+                return user
     if update.kind == "fresh":
         return None
     allowed = {site.out, program.output_node}
@@ -226,6 +297,29 @@ def _other_reader(program: Program, site: AttentionSite, update: StateUpdate) ->
             if not _feeds_only(user, site.out):
                 return user
             stack.append(user)
+    return None
+
+
+def _is_size_or_step(user: fx.Node, update: StateUpdate) -> bool:
+    """Whether a reader of the past takes its length, or only leads to the update."""
+    if is_call(user, aten.sym_size.int) or not user.users:
+        return True
+    is_step = peel(user) is update.past
+    return is_step and all(u is update.state or _is_size_or_step(u, update) for u in user.users)
+
+
+def _writer(node: fx.Node, update: fx.Node) -> fx.Node | None:
+    """Return an operator other than the update that writes to a node or a view of it, or None."""
+    for user in node.users:
+        if user is update or not isinstance(user.target, torch._ops.OpOverload):
+            continue
+        for argument, given in zip(user.target._schema.arguments, user.args, strict=False):
+            if given is not node or argument.alias_info is None:
+                continue
+            if argument.alias_info.is_write:
+                return user
+            if (found := _writer(user, update)) is not None:
+                return found
     return None
 
 

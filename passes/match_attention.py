@@ -14,7 +14,7 @@ from kvcompile.passes.ir.site import AttentionSite
 from kvcompile.passes.ir.source import module_path, where
 from kvcompile.passes.ir.stage import Stage
 from kvcompile.passes.patterns import sdpa, softmax
-from kvcompile.passes.patterns.layout import fixed, value
+from kvcompile.passes.patterns.layout import fixed, same_size, value
 
 if TYPE_CHECKING:
     from kvcompile.passes.ir.program import Program
@@ -106,6 +106,9 @@ def _check(found: Candidate) -> Candidate | Missed:
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
         shapes = f"query {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
         return Missed("KVC107", f"head counts or dimensions do not fit: {shapes}", found.out)
+    if not (same_size(q.shape[0], k.shape[0]) and same_size(q.shape[0], v.shape[0])):
+        shapes = f"query {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
+        return Missed("KVC107", f"the batches differ: {shapes}", found.out)
     mask = value(found.mask)
     if found.mask is not None and (mask is None or not 2 <= mask.dim() <= 4):
         return Missed("KVC108", "the mask is not a tensor of 2 to 4 dimensions", found.out)

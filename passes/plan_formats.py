@@ -56,6 +56,10 @@ def _plan(site: AttentionSite, options: PassOptions) -> StreamPlan | Missed:
     k, v = site.k.meta["val"], site.v.meta["val"]
     if k.dtype != v.dtype:
         return Missed("KVC301", f"keys are {k.dtype} and values {v.dtype}", site.k)
+    q, out = site.q.meta["val"], site.out.meta["val"]
+    if not q.dtype == k.dtype == out.dtype:
+        reason = f"the query is {q.dtype}, the keys are {k.dtype} and the result is {out.dtype}"
+        return Missed("KVC301", reason, site.out)
     if k.dtype not in EXACT_FORMATS:
         known = ", ".join(str(d) for d in EXACT_FORMATS)
         return Missed("KVC302", f"no exact format stores {k.dtype} (there are: {known})", site.k)

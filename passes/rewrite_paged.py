@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,14 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from kvcompile.passes.base import PassOptions, missed, passed
-from kvcompile.passes.canonicalize import IS_HANDLE
+from kvcompile.passes.canonicalize import IS_HANDLE, is_impure
 from kvcompile.passes.ir.ops import APPEND, ATTEND
 from kvcompile.passes.ir.program import Binding, Program, SizeSource, StateBinding
 from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.ir.stage import Stage
 from kvcompile.passes.patterns.layout import (
     fixed,
+    is_call,
     is_prefix_slice,
     peel,
     same_size,
@@ -46,10 +48,11 @@ class RewritePaged:
         captured = program.placeholders
         num_outputs = len(program.outputs)
         states: list[StateBinding] = []
-        for site in program.sites:
-            if site.index not in program.plans:
+        for index in range(len(program.sites)):
+            site = program.sites[index]  # read anew: rewriting one site can change a later one
+            if index not in program.plans:
                 continue
-            stream = program.streams[site.index]
+            stream = program.streams[index]
             refusal = _rewrite(program, site, stream)
             if refusal is not None:
                 program.remarks.append(missed(self.name, site, refusal))
@@ -71,12 +74,13 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
             "without a mask the attention sees the unwritten part of the static buffer",
             site.out,
         )
-    dense = stream.k.past is not None and not stream.k.past.meta[IS_HANDLE]
+    pasts = [p for p in (stream.k.past, stream.v.past) if p is not None]
+    dense = not all(past.meta[IS_HANDLE] for past in pasts)
     if dense and stream.is_static:
         return Missed(
             "KVC405",
             "the static buffers are dense: they were filled outside a compiled prefill",
-            stream.k.past,
+            pasts[0],
             hint="let kvcompile compile the prefill too: torch.compile(model).generate(...)",
         )
     if (misfit := _mask_misfit(site, stream)) is not None:
@@ -93,7 +97,8 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
         mask = _mask(site)
     state = _state_placeholder(program, site, stream)
     position = stream.k.position
-    learns_padding = mask if not stream.has_past else None
+    # A static cache may be filled anew from position 0, with another padding.
+    learns_padding = mask if stream.is_static or not stream.has_past else None
     with program.graph.inserting_before(site.out):
         program.graph.call_function(
             APPEND,
@@ -108,11 +113,30 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
         out.meta = {key: val for key, val in site.out.meta.items() if key != "from_node"}
         site.out.replace_all_uses_with(out)
         program.graph.erase_node(site.out)
+        _follow(program, site.out, out)
     elif stream.k.kind == "fresh":
         for update in (stream.k, stream.v):
             if update.state is not update.new:
                 update.state.replace_all_uses_with(update.new)
     return None
+
+
+def _follow(program: Program, before: fx.Node, after: fx.Node) -> None:
+    """Let the sites behind an attention take its replacement as their operand."""
+
+    def current(node: fx.Node) -> fx.Node:
+        return after if node is before else node
+
+    program.sites = tuple(
+        dataclasses.replace(
+            site,
+            q=current(site.q),
+            k=current(site.k),
+            v=current(site.v),
+            mask=None if site.mask is None else current(site.mask),
+        )
+        for site in program.sites
+    )
 
 
 def _attend(
@@ -168,7 +192,7 @@ def _mask_misfit(site: AttentionSite, stream: CacheStream) -> Missed | None:
     if mask is None or state is None:
         return None
     columns, tokens = mask.shape[-1], state.shape[stream.k.token_dim]
-    if same_size(columns, 1) or same_size(columns, tokens):
+    if same_size(columns, tokens) or (same_size(columns, 1) and not stream.is_static):
         return None
     return Missed("KVC403", f"the mask has {columns} columns for {tokens} cached tokens", site.mask)
 
@@ -313,7 +337,7 @@ def _close(
     for site in program.sites:
         if site.index in program.plans:
             _erase_update(program, program.streams[site.index])
-    program.graph.eliminate_dead_code(_keeps_effects)
+    program.graph.eliminate_dead_code(is_impure)
     gone_inputs = {i for s in states for i in (s.k_input, s.v_input) if i is not None}
     for i in sorted(gone_inputs):
         _release_sizes(program, captured[i])
@@ -326,16 +350,18 @@ def _close(
 def _release_sizes(program: Program, past: fx.Node) -> None:
     """Let size nodes of a past read the input that carries the same size."""
     for user in list(past.users):
-        size = _size(program, past, int(user.args[1])) if len(user.args) > 1 else None  # type: ignore[arg-type]
-        if size is not None:
+        if is_call(user, torch.ops.aten.sym_size.int):
+            dim = user.args[1]
+            assert isinstance(dim, int)
+            size = _size(program, past, dim)
             user.replace_all_uses_with(size)  # type: ignore[arg-type]
             program.graph.erase_node(user)
 
 
 def _erase_update(program: Program, stream: CacheStream) -> None:
-    """Erase in-place updates, which dead code elimination would keep for their effect."""
+    """Erase update and old attention: their in-place operators would be kept for their effect."""
     for update in (stream.k, stream.v):
-        if "index_copy" in update.kind:
+        if update.state is not update.new and update.state in program.graph.nodes:
             _erase_readers(program.graph, update.state)
 
 
@@ -343,10 +369,3 @@ def _erase_readers(graph: fx.Graph, node: fx.Node) -> None:
     for user in list(node.users):
         _erase_readers(graph, user)
     graph.erase_node(node)
-
-
-def _keeps_effects(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
-        return True
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcompile.runtime.errors import CacheGapError, StaleHandleError
+from kvcompile.runtime.errors import CacheGapError, CacheInUseError, StaleHandleError
 from kvcompile.runtime.registry import ROLES, Role
 
 if TYPE_CHECKING:
@@ -19,14 +19,18 @@ def claim(k: KVTensor, v: KVTensor) -> PagedStore:
 
     In place if the store ends where the handles end. If it is longer: truncated when no live
     handle needs the rest, else forked. If a handle was written, or K and V have drifted into
-    different stores, their dense values are stored anew.
+    different stores, their dense values are stored anew. A store that another step has claimed
+    and not yet committed is forked.
 
     Raises:
         StaleHandleError: A handle belongs to a compiler's trace and has no store.
         CacheGapError: K and V have different lengths.
+        CacheInUseError: Another step has claimed the static store.
     """
     store = k.store
-    if store is not None and store is v.store and k.cell is None and v.cell is None:
+    roles = k.role == "k" and v.role == "v"
+    whole = store is not None and store is v.store and k.cell is None and v.cell is None
+    if store is not None and whole and roles and not store.claimed:
         if store.capacity is not None:
             if not store.cells:
                 return store
@@ -55,18 +59,27 @@ def _claim_slowly(k: KVTensor, v: KVTensor) -> PagedStore:
         raise CacheGapError(
             f"K has {k.length} past tokens and V has {v.length}; crop both to the same length"
         )
-    if k.is_written or v.is_written or (store is not other and not store.same_tokens(other)):
+    swapped = k.role != "k" or v.role != "v"
+    drifted = store is not other and not store.same_tokens(other)
+    if swapped or drifted or k.is_written or v.is_written:
         return _store_anew(k, v)
     if store.capacity is not None:
+        if store.claimed:
+            raise CacheInUseError(
+                "a static cache was given to two steps at once, or twice to one step; its buffer "
+                "can take the tokens of one step only: copy the cache first"
+            )
         if v.store is not store:
             v.rebind(store)
         # Unwritten copies made for views would go stale with the next append.
         store.cells.clear()
         return store
     length = k.length
-    if max(store.k_len, store.v_len) > length:
-        if _needed_beyond(store, length, (k, v)):
-            store = store.fork()
+    longer = max(store.k_len, store.v_len) > length
+    if store.claimed or (longer and _needed_beyond(store, length, (k, v))):
+        # Another step is under way from the same past, or somebody needs the rest.
+        store = store.fork()
+    if longer:
         store.truncate(length)
     return store
 
@@ -98,7 +111,8 @@ def _store_anew(k: KVTensor, v: KVTensor) -> PagedStore:
         length, target = k.length, store.empty_like()
     else:
         # Zeros at the end are what a static store shows for tokens that it does not hold.
-        length = max(_last_nonzero(store.heads_first(tensor)) for tensor in dense.values())
+        filled = [_last_nonzero(store.heads_first(tensor)) for tensor in dense.values()]
+        length = max(store.length, *filled)
         target = store
         target.truncate(0)
         target.cells.clear()

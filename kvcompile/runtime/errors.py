@@ -17,6 +17,14 @@ class PaddingRevivedError(KvcompileError):
     """A mask makes a left-padding token visible that the first mask declared dead."""
 
 
+class CacheInUseError(KvcompileError):
+    """A static cache was given to two steps at once."""
+
+
+class CacheKindError(KvcompileError):
+    """A cache that grows stands where a graph writes into a static buffer."""
+
+
 class StaleHandleError(KvcompileError):
     """A handle refers to tokens, or to a store, that no longer exist."""
 

@@ -5,6 +5,7 @@ It binds handles to stores, runs the rewritten graph, and hands out the grown st
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +15,11 @@ from torch import fx
 from kvcompile.passes.ir.plan import StreamPlan
 from kvcompile.passes.ir.program import Program, SizeSource, StateBinding
 from kvcompile.runtime.arena import Arena
+from kvcompile.runtime.as_written import INPUT, dense_input
 from kvcompile.runtime.claim import claim
+from kvcompile.runtime.errors import CacheKindError
 from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.store import PagedStore
-
-INPUT = "graph input"
-"""Operator name under which a handle given to an unrewritten part of a graph is counted."""
 
 
 class Executor:
@@ -48,28 +48,51 @@ class Executor:
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Run one step."""
+        stores = self._claim_all(args)
+        try:
+            return self._step(args, stores)
+        finally:
+            for store in stores:
+                store.claimed = False
+
+    def _claim_all(self, args: Sequence[Any]) -> list[PagedStore]:
+        """Return a store per stream, marked as claimed until the step is over.
+
+        Lengths move at the end of a step only, so without the mark a second step from the same
+        past, in another thread or for another stream of this graph, would write to the same slots.
+        """
         arenas: dict[int, Arena] = {}
-        stores = [
-            self._store(state, plan, args, arenas)
-            for state, plan in zip(self._states, self._plans, strict=True)
-        ]
+        stores: list[PagedStore] = []
+        with _claiming:
+            try:
+                for state, plan in zip(self._states, self._plans, strict=True):
+                    store = self._store(state, plan, args, arenas)
+                    store.claimed, store.appended = True, store.length
+                    stores.append(store)
+            except BaseException:
+                for store in stores:
+                    store.claimed = False
+                raise
+        return stores
+
+    def _step(self, args: Sequence[Any], stores: list[PagedStore]) -> tuple[Any, ...]:
+        """Run the graph and commit what it appended."""
         inputs = [args[i] for i in self._kept_inputs]
         for position, is_written in self._dense_inputs:
             handle = inputs[position]
             if isinstance(handle, KVTensor):
-                inputs[position] = handle.turn_dense(INPUT) if is_written else handle.read(INPUT)
+                inputs[position] = dense_input(handle, is_written=is_written)
         results = self._inner(*inputs, *[store.state for store in stores])
         outputs: list[Any] = [None] * self._num_outputs
         for position, result in zip(self._kept_outputs, results, strict=True):
             outputs[position] = result
         for state, store in zip(self._states, stores, strict=True):
             store.commit(store.appended)
-            if state.k_outputs:
-                k, v = KVTensor.of(store, "k"), KVTensor.of(store, "v")
-                for position in state.k_outputs:
-                    outputs[position] = k
-                for position in state.v_outputs:
-                    outputs[position] = v
+            # One handle each: an output may be a copy of another one, and is written on its own.
+            for position in state.k_outputs:
+                outputs[position] = KVTensor.of(store, "k")
+            for position in state.v_outputs:
+                outputs[position] = KVTensor.of(store, "v")
         return tuple(outputs)
 
     def _store(
@@ -80,7 +103,14 @@ class Executor:
             return self._new_store(state, plan, args, arenas)
         k, v = args[state.k_input], args[state.v_input]
         if isinstance(k, KVTensor) and isinstance(v, KVTensor):
-            return claim(k, v)
+            if _fits(k.store, state, plan) and _fits(v.store, state, plan):
+                return claim(k, v)
+            if state.capacity is not None:
+                raise CacheKindError(
+                    f"{k!r} was given where the graph writes into a static buffer; give it the "
+                    "cache that this model's own prefill has made"
+                )
+        k, v = (t.read(INPUT) if isinstance(t, KVTensor) else t for t in (k, v))
         store = self._new_store(state, plan, args, arenas)
         if k.shape[state.token_dim]:
             store.append(store.heads_first(k), store.heads_first(v), 0)
@@ -105,6 +135,21 @@ class Executor:
             capacity=None if state.capacity is None else _size(state.capacity, args),
             token_dim=state.token_dim,
         )
+
+
+def _fits(store: PagedStore | None, state: StateBinding, plan: StreamPlan) -> bool:
+    """Whether a store is of the kind that the graph was compiled for."""
+    return (
+        store is not None
+        and (store.capacity is None) == (state.capacity is None)
+        and store.token_dim == state.token_dim
+        and store.dtype == plan.dtype
+        and store.num_kv_heads == plan.num_kv_heads
+        and (store.layout is plan.layout or store.layout == plan.layout)
+    )
+
+
+_claiming = threading.Lock()
 
 
 def _size(source: SizeSource, args: Sequence[Any]) -> int:

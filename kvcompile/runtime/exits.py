@@ -99,7 +99,7 @@ class PythonExits(torch.Tensor):
         """Return `chunks` consecutive pieces; one that starts at token 0 stays a handle."""
         if self.store is None:
             return super().chunk(chunks, dim)
-        return self.split(-(-self.shape[dim] // chunks), dim)
+        return self.split(max(-(-self.shape[dim] // chunks), 1), dim)
 
     def repeat_interleave(
         self,

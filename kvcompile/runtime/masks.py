@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from kvcompile.runtime.store import PagedStore
 
 
+HIDDEN = -1e4
+"""A score lowered by this weighs nothing after the softmax."""
+
+
 def is_visible(mask: torch.Tensor) -> torch.Tensor:
     """Return a mask as bool.
 
@@ -60,12 +64,23 @@ def check_masks(
         if kv_len > stored and not is_causal:
             raise _gap(kv_len, stored)
         return
-    if kv_len > stored and bool(is_visible(mask[..., stored:]).any()):
-        raise _gap(kv_len, stored)
+    if kv_len > stored:
+        check_unwritten(mask, stored)
     if store.is_padded:
         padding = store.padding
         if bool((is_visible(mask[..., : padding.shape[3]]) & padding).any()):
             raise _revived(store, "the mask makes it visible")
+
+
+def check_unwritten(mask: torch.Tensor, stored: int) -> None:
+    """Check that a mask hides the tokens of a static buffer that were never written.
+
+    Raises:
+        CacheGapError: It shows one of them.
+    """
+    later = mask[..., stored:]
+    if bool((later if later.dtype == torch.bool else later > HIDDEN).any()):
+        raise _gap(mask.shape[-1], stored)
 
 
 def _gap(kv_len: int, stored: int) -> CacheGapError:

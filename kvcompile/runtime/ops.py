@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from kvcompile.passes.ir.ops import MATERIALIZE, library
 from kvcompile.runtime import launch
 from kvcompile.runtime.errors import CacheGapError
-from kvcompile.runtime.masks import check_masks, learn_starts
+from kvcompile.runtime.masks import check_masks, check_unwritten, learn_starts
 from kvcompile.runtime.registry import find, read_anchor
 from kvcompile.runtime.store import PagedStore
 
@@ -36,14 +36,12 @@ def _first_position(position: torch.Tensor, new_len: int) -> int:
     Raises:
         CacheGapError: If they do not follow one another.
     """
-    if position.dtype != torch.int64 or not position.is_contiguous():
-        position = position.to(torch.int64).contiguous()
-    address = position.data_ptr()
-    first = ctypes.c_int64.from_address(address).value
-    last = ctypes.c_int64.from_address(address + 8 * (position.numel() - 1)).value
-    if last - first + 1 != new_len or position.numel() != new_len:
+    if position.dtype != torch.int64 or position.numel() != new_len:
+        position = position.to(torch.int64).expand(new_len)
+    first = ctypes.c_int64.from_address(position.data_ptr()).value
+    if new_len > 1 and not torch.equal(position, torch.arange(first, first + new_len)):
         raise CacheGapError(
-            f"positions {first} .. {last} were given for {new_len} new tokens; a cache in pages "
+            f"positions {position.tolist()} were given for {new_len} new tokens; a cache in pages "
             "needs consecutive positions"
         )
     return first
@@ -63,9 +61,13 @@ def _append(
     """
     store = _store_of(state)
     new_len = k.shape[2]
+    if not new_len:
+        return
     if position is not None:
         past_len = _first_position(position, new_len)
     if mask is not None and past_len == 0:
+        if position is not None:
+            check_unwritten(mask, new_len)
         store.truncate(0)
         store.set_starts(learn_starts(mask, store.batch, new_len))
     store.append(k, v, past_len)
@@ -103,9 +105,12 @@ def _attend(  # noqa: PLR0913 - the schema
     """
     store = _store_of(state)
     new_len = q.shape[2]
-    if position is not None:
-        past_len = _first_position(position, new_len)
+    if not new_len:
+        return q.new_empty(*q.shape[:3], store.layout.head_dim_vo)
     stored = past_len + new_len
+    if position is not None:
+        # A static buffer shows its later tokens too, as far as the mask lets it.
+        stored = max(_first_position(position, new_len) + new_len, store.length)
     if mask is not None or store.is_padded or kv_len > stored:
         check_masks(store, mask, is_causal, stored, kv_len)
     if new_len <= FEW_QUERIES:

@@ -103,7 +103,9 @@ class PageRows:
                 self._write_row(b, n)
         self._point_to_slabs()
         reach = zip(self._rows, self._starts, strict=True)
-        self._writable = min((start + len(row) * self.page_size for row, start in reach), default=0)
+        self._writable = min(
+            (start + len(row) * self.page_size for row, start in reach), default=end
+        )
         if self.capacity is not None:
             self._writable = min(self._writable, self.capacity)
 

@@ -75,6 +75,7 @@ class PagedStore(PageRows):
         k_len: Tokens of K, padding included; moved only by `commit` and `truncate`.
         v_len: The same of V. Eager code appends K and V one after the other.
         appended: Tokens written by the last `append`, committed or not.
+        claimed: Whether a step is under way that will append to it and commit.
         key: Registry key.
         anchors: Per role the anchor int64[1] of its handles.
         cells: Per role the dense tensor a static buffer was turned into by a write or a view.
@@ -104,6 +105,7 @@ class PagedStore(PageRows):
         self.k_len = 0
         self.v_len = 0
         self.appended = 0
+        self.claimed = False
         self.materializations: Counter[str] = Counter()
         self._handles: list[weakref.ref[KVTensor]] = []
         self.cells: dict[Role, DenseCell] = {}
@@ -143,7 +145,8 @@ class PagedStore(PageRows):
     def reserve(self, past_len: int, new_len: int, role: Role | None = None) -> None:
         """Make pages for tokens past_len .. past_len + new_len - 1 of every row.
 
-        Tokens from `past_len` on are dropped. A page shared with another store or row is copied
+        Tokens from `past_len` on are dropped, except by a static store, whose later tokens stay
+        as those of a dense buffer do. A page shared with another store or row is copied
         before it can be written.
 
         Args:
@@ -171,7 +174,7 @@ class PagedStore(PageRows):
                 f"larger max_cache_len (at least {end})"
             )
         longest = max(self.k_len, self.v_len) if role is None else stored
-        if past_len < longest:
+        if past_len < longest and self.capacity is None:
             self.truncate(past_len, role)
         self._own_pages(past_len, end)
 
@@ -201,17 +204,17 @@ class PagedStore(PageRows):
         """Declare the tokens below `length` stored.
 
         Raises:
-            CacheGapError: If no pages were reserved for them.
+            CacheGapError: If they were not appended.
         """
-        if length > self._writable and length > self.role_length(role or "k"):
+        if length > self.appended and length > self.role_length(role or "k"):
             raise CacheGapError(
-                f"{length} tokens were to be committed, but pages are reserved for "
-                f"{self._writable}; reserve and append first"
+                f"{length} tokens were to be committed, but only {self.appended} were appended"
             )
+        static = self.capacity is not None
         if role != "v":
-            self.k_len = length
+            self.k_len = max(length, self.k_len) if static else length
         if role != "k":
-            self.v_len = length
+            self.v_len = max(length, self.v_len) if static else length
 
     def truncate(self, length: int, role: Role | None = None) -> None:
         """Drop the tokens from `length` on, and the pages nobody needs any more."""

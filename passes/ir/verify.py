@@ -59,11 +59,17 @@ def _canonical(program: Program) -> None:
             handle = isinstance(val, torch.Tensor) and is_traceable_wrapper_subclass(val)
             _require(not handle, program, node, "no input is a handle")
         elif node.op == "call_function":
-            method = node.op == "call_function" and not isinstance(node.target, str)
-            _require(method, program, node, "operators are called by overload")
+            _require(_is_canonical(node), program, node, "operators are called by overload")
         else:
             known = node.op in ("get_attr", "output", "call_module")
             _require(known, program, node, "only functions, inputs, constants and one output")
+
+
+def _is_canonical(node: fx.Node) -> bool:
+    """Whether a call is an ATen overload, a higher-order operator, or arithmetic on sizes."""
+    if isinstance(node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+        return True
+    return not isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _matched(program: Program) -> None:

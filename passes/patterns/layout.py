@@ -135,7 +135,7 @@ def _peel_clone(node: fx.Node) -> fx.Node:
 
 
 def number(arg: fx.node.Argument) -> float | None:
-    """Return a Python number, or the value of a constant scalar, or None."""
+    """Return a Python number as a float, or None for anything else."""
     if isinstance(arg, int | float) and not isinstance(arg, bool):
         return float(arg)
     return None

@@ -85,6 +85,8 @@ def _masked(
     """Split `scores + mask`, `masked_fill(scores, m, -inf)` or `where(m, scores, -inf)`."""
     if is_call(node, aten.add.Tensor):
         left, right = node.args[0], node.args[1]
+        if node.kwargs:
+            return _near("KVC114", f"the mask is added with {node.kwargs}", node, 1)
         if value(right) is None:
             return _near("KVC114", "a number is added to the scores", node, 1)
         return _forward_peel(left), the_node(right), "additive", False

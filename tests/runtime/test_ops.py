@@ -119,13 +119,11 @@ def test_a_second_prompt_learns_its_own_padding() -> None:
         assert store.start_list() == padding
 
 
-def test_a_static_cache_follows_positions() -> None:
+def test_a_static_cache_is_written_like_a_dense_buffer() -> None:
     case = filled_store(PAGE, capacity=50)
     for position in (PAGE, PAGE + 1, PAGE - 5):
         k, v = new_tokens(2, 2)
         q, where = queries(2, 2), torch.arange(position, position + 2)
-        case.dense_k[:, :, position:] = 0
-        case.dense_v[:, :, position:] = 0
         case.dense_k[:, :, position : position + 2] = k
         case.dense_v[:, :, position : position + 2] = v
         mask = F.pad(causal_mask(position, 2, [0, 0]), (0, 50 - position - 2))

@@ -129,9 +129,9 @@ def test_uncommitted_tokens_do_not_count_and_a_retry_overwrites_them() -> None:
     assert_holds(case.store, torch.cat([case.dense_k, k], 2), torch.cat([case.dense_v, v], 2))
 
 
-def test_committing_what_was_never_reserved_is_an_error() -> None:
+def test_committing_what_was_never_appended_is_an_error() -> None:
     store = filled_store(PAGE).store
-    with pytest.raises(CacheGapError, match="reserve and append first"):
+    with pytest.raises(CacheGapError, match=f"only {PAGE} were appended"):
         store.commit(PAGE + 1)
 
 
