@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime.errors import CacheGapError, CacheInUseError, StaleHandleError
 from kvcompile.runtime.registry import ROLES, Role
 
@@ -71,7 +72,9 @@ def _claim_slowly(k: KVTensor, v: KVTensor) -> PagedStore:
             )
         if v.store is not store:
             v.rebind(store)
-        # Unwritten copies made for views would go stale with the next append.
+        # Unwritten copies made for views go stale with the next append.
+        if any(cell.is_viewed for cell in store.cells.values()):
+            _tell_stale_view()
         store.cells.clear()
         return store
     length = k.length
@@ -82,6 +85,22 @@ def _claim_slowly(k: KVTensor, v: KVTensor) -> PagedStore:
     if longer:
         store.truncate(length)
     return store
+
+
+def _tell_stale_view() -> None:
+    emit(
+        Remark(
+            kind="note",
+            code="KVC504",
+            origin="claim",
+            site="",
+            where="",
+            reason="a view of a static cache is still held while the cache goes on in pages: it "
+            "shows the tokens of the time it was taken, and writes to it no longer reach the cache",
+            hint="take views of a static cache anew after every step",
+        ),
+        once="stale-view",
+    )
 
 
 def _store_of(handle: KVTensor) -> PagedStore:

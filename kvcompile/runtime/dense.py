@@ -57,6 +57,15 @@ class DenseCell:
             )
         return self._written
 
+    @property
+    def is_viewed(self) -> bool:
+        """Whether somebody else holds the dense tensor's memory: a view of it."""
+        if self.dense is None:
+            return False
+        storage = self.dense.untyped_storage()
+        own = 2  # the dense tensor, and the Python object of the line above
+        return torch._C._storage_Use_Count(storage._cdata) > own
+
     def mark_written(self) -> None:
         """Note a write, or that one could come unnoticed."""
         self._written = True

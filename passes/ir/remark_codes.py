@@ -44,6 +44,7 @@ REMARK_CODES: dict[str, str] = {
     "KVC501": "the reference path stands in for a kernel",
     "KVC502": "tokens appended in eager mode",
     "KVC503": "a handle was turned into a dense tensor",
+    "KVC504": "a view of a static cache outlives a step",
 }
 """Titles by code. 0xx backend, 1xx matching, 2xx dataflow, 3xx planning, 4xx rewriting, 5xx
 lowering and run time."""

@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 
+from kvcompile.passes.ir.remarks import forget_notices, notices
 from kvcompile.runtime.claim import claim
 from kvcompile.runtime.errors import CacheGapError
 from kvcompile.runtime.handle import KVTensor
@@ -159,3 +160,15 @@ def test_static_forks_bind_both_handles_to_one_buffer() -> None:
     assert v.store is k.store
     assert v.length == 6
     assert case.v.length == 5
+
+
+def test_a_view_of_a_static_cache_that_outlives_a_step_is_told() -> None:
+    forget_notices()
+    case = filled_store(PAGE, capacity=50)
+    case.k[0].sum()
+    claim(case.k, case.v)
+    assert "KVC504" not in [remark.code for remark in notices()]
+    view = case.k[0]
+    claim(case.k, case.v)
+    assert "KVC504" in [remark.code for remark in notices()]
+    assert view.shape[1] == 50
