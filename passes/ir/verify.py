@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,8 +67,10 @@ def _canonical(program: Program) -> None:
 
 
 def _is_canonical(node: fx.Node) -> bool:
-    """Whether a call is an ATen overload, a higher-order operator, or arithmetic on sizes."""
+    """Whether a call is of an overload or higher-order operator, or arithmetic on sizes."""
     if isinstance(node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+        return True
+    if node.target is operator.getitem:  # one of several results
         return True
     return not isinstance(node.meta.get("val"), torch.Tensor)
 
