@@ -36,20 +36,20 @@ def main() -> None:
     """Explain a model that is matched and one that is not, then insist."""
     torch.manual_seed(0)
     x = torch.randn(1, 1, 1, 32)
-    past = torch.randn(1, 1, 40, 32)
+    past = torch.randn(1, 1, 40, 32), torch.randn(1, 1, 40, 32)
 
-    print(kvcompile.explain(Attention(gated=False).eval(), (x, past, past)))
+    print(kvcompile.explain(Attention(gated=False).eval(), (x, *past)))
     gated = Attention(gated=True).eval()
-    print(kvcompile.explain(gated, (x, past, past)))
+    print(kvcompile.explain(gated, (x, *past)))
 
     difference = (
-        torch.compile(gated, backend="kvcompile")(x, past, past)[0] - gated(x, past, past)[0]
+        torch.compile(gated, backend="kvcompile")(x, *past)[0] - gated(x, *past)[0]
     )
     print(f"\nunmatched, dense, and right: largest difference {difference.abs().max():.1e}")
 
     # With strict=True, what cannot be compressed is an error instead.
     try:
-        kvcompile.compile(gated, strict=True)(x, past, past)
+        kvcompile.compile(gated, strict=True)(x, *past)
     except BackendCompilerFailed as error:
         print(f"strict=True: {error.inner_exception}")
 
