@@ -42,9 +42,7 @@ def main() -> None:
     gated = Attention(gated=True).eval()
     print(kvcompile.explain(gated, (x, *past)))
 
-    difference = (
-        torch.compile(gated, backend="kvcompile")(x, *past)[0] - gated(x, *past)[0]
-    )
+    difference = torch.compile(gated, backend="kvcompile")(x, *past)[0] - gated(x, *past)[0]
     print(f"\nunmatched, dense, and right: largest difference {difference.abs().max():.1e}")
 
     # With strict=True, what cannot be compressed is an error instead.
