@@ -23,6 +23,7 @@ from kvcompile.passes.patterns.layout import (
     the_dim,
     the_node,
     value,
+    writer,
 )
 
 if TYPE_CHECKING:
@@ -277,8 +278,8 @@ def _other_reader(program: Program, site: AttentionSite, update: StateUpdate) ->
     nodes are the ones from which only the attention's result can be reached.
     """
     for node in (update.state, update.new, update.past):
-        if node is not None and (writer := _writer(node, update.state)) is not None:
-            return writer
+        if node is not None and (found := writer(node, update.state)) is not None:
+            return found
     if update.past is not None:
         for user in update.past.users:
             if user is not update.state and not _is_size_or_step(user, update):
@@ -306,21 +307,6 @@ def _is_size_or_step(user: fx.Node, update: StateUpdate) -> bool:
         return True
     is_step = peel(user) is update.past
     return is_step and all(u is update.state or _is_size_or_step(u, update) for u in user.users)
-
-
-def _writer(node: fx.Node, update: fx.Node) -> fx.Node | None:
-    """Return an operator other than the update that writes to a node or a view of it, or None."""
-    for user in node.users:
-        if user is update or not isinstance(user.target, torch._ops.OpOverload):
-            continue
-        for argument, given in zip(user.target._schema.arguments, user.args, strict=False):
-            if given is not node or argument.alias_info is None:
-                continue
-            if argument.alias_info.is_write:
-                return user
-            if (found := _writer(user, update)) is not None:
-                return found
-    return None
 
 
 def _feeds_only(node: fx.Node, out: fx.Node) -> bool:

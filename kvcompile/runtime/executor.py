@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from kvcompile.passes.ir.plan import StreamPlan
 from kvcompile.passes.ir.program import Program, SizeSource, StateBinding
+from kvcompile.passes.patterns.layout import writer
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.as_written import INPUT, dense_input
 from kvcompile.runtime.claim import claim
@@ -26,7 +26,7 @@ class Executor:
     """Runs one rewritten graph.
 
     Lengths of the stores move only after the graph has run: a step that fails leaves every cache
-    as it was, and may be repeated.
+    that grows as it was, and may be repeated. Slots of a static buffer may have been written.
     """
 
     def __init__(self, program: Program, inner: Callable[..., Any]) -> None:
@@ -166,20 +166,7 @@ def _handles_that_stay(program: Program) -> tuple[tuple[int, bool], ...]:
     They may be handles all the same, of a cache that another graph rewrote.
     """
     return tuple(
-        (i, _is_written(node))
+        (i, writer(node) is not None)
         for i, node in enumerate(program.placeholders)
         if isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].dim() == 4
     )
-
-
-def _is_written(node: fx.Node) -> bool:
-    """Whether the graph writes to an input, directly or through a view of it."""
-    for user in node.users:
-        if not isinstance(user.target, torch._ops.OpOverload):
-            continue
-        for argument, given in zip(user.target._schema.arguments, user.args, strict=False):
-            if given is not node or argument.alias_info is None:
-                continue
-            if argument.alias_info.is_write or _is_written(user):
-                return True
-    return False

@@ -148,3 +148,18 @@ def is_prefix_slice(node: fx.Node, dim: int) -> bool:
     start = node.args[2] if len(node.args) > 2 else None
     step = node.args[4] if len(node.args) > 4 else 1
     return number(start) in (None, 0.0) and not isinstance(start, fx.Node) and number(step) == 1.0
+
+
+def writer(node: fx.Node, but: fx.Node | None = None) -> fx.Node | None:
+    """Return an operator other than `but` that writes to a node or a view of it, or None."""
+    for user in node.users:
+        if user is but or not isinstance(user.target, torch._ops.OpOverload):
+            continue
+        for argument, given in zip(user.target._schema.arguments, user.args, strict=False):
+            if given is not node or argument.alias_info is None:
+                continue
+            if argument.alias_info.is_write:
+                return user
+            if (found := writer(user, but)) is not None:
+                return found
+    return None
