@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -63,18 +64,11 @@ def _append_spec(plan: StreamPlan, options: PassOptions) -> KernelSpec:
 
 
 def _attend_spec(site: AttentionSite, plan: StreamPlan, options: PassOptions) -> KernelSpec:
-    layout = plan.layout
     one = site.q.meta["val"].shape[2] == 1
     additive = site.mask.meta["val"].dtype if site.mask_kind == "additive" else None  # type: ignore[union-attr]
-    return KernelSpec(
+    return dataclasses.replace(
+        _append_spec(plan, options),
         op="attend",
-        isa=options.isa,
-        dtype=EXACT_FORMATS[plan.dtype],
-        k_format=layout.k_format,
-        v_format=layout.v_format,
-        head_dim_qk=layout.head_dim_qk,
-        head_dim_vo=layout.head_dim_vo,
-        page_size=layout.page_size,
         q_heads_per_kv_head=site.num_q_heads // site.num_kv_heads,
         mask=site.mask_kind,
         mask_dtype=EXACT_FORMATS[additive] if additive is not None else None,
