@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback as fx_traceback
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -17,6 +21,8 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 from kvcompile.passes.ir.stage import Stage
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvcompile.passes.base import PassOptions
     from kvcompile.passes.ir.program import Program
 
@@ -40,7 +46,11 @@ class Canonicalize:
         captured = program.placeholders
         plain, fake_mode = plain_inputs(program.module)
         # make_fx asks for the tracing context's fake mode and refuses two different ones.
-        with tracing(TracingContext(fake_mode)), fx_traceback.preserve_node_meta():
+        with (
+            tracing(TracingContext(fake_mode)),
+            fx_traceback.preserve_node_meta(),
+            _without_tensor_meta(),
+        ):
             retraced = make_fx(
                 _Retrace(program.module).run,
                 pre_dispatch=True,
@@ -52,9 +62,33 @@ class Canonicalize:
             after.meta[IS_HANDLE] = before.meta["example_value"] is not value
             if "tensor_dict" in before.meta:
                 after.meta["tensor_dict"] = before.meta["tensor_dict"]
+        for node in retraced.graph.nodes:
+            node.meta.pop("tensor_meta", None)
         retraced.graph.eliminate_dead_code(is_impure)
         retraced.recompile()
         program.module = retraced
+
+
+@contextmanager
+def _without_tensor_meta() -> Iterator[None]:
+    """Leave out the `tensor_meta` of each node while this thread traces; make_fx has no switch.
+
+    Nobody reads it here or below: every stage and Inductor take sizes from `val`. Its questions
+    about contiguity are a sixth of the time of a trace over symbolic sizes, and they add guards:
+    asked of a slice of the past, they fix the length of the past to the one being traced.
+    """
+    extract = "_extract_tensor_metadata"
+    original = getattr(proxy_tensor, extract, None)
+    if original is None:  # a torch that no longer computes it has nothing to leave out
+        yield
+        return
+    this_thread = threading.get_ident()
+
+    def skip(*args: Any) -> Any:
+        return None if threading.get_ident() == this_thread else original(*args)
+
+    with mock.patch.object(proxy_tensor, extract, skip):
+        yield
 
 
 class _Retrace(fx.Interpreter):

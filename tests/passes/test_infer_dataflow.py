@@ -67,9 +67,19 @@ def test_what_is_not_returned_is_not_cached() -> None:
     assert codes(program) == ["KVC100", "KVC201"]
 
 
+def test_a_window_leaves_the_length_of_the_past_open() -> None:
+    """Contiguity questions about the slice would guard the very length that was traced."""
+    program, _ = capture(Window().eval(), *qkv(1), past(7))
+    cats = [n.meta["val"] for n in program.graph.nodes if n.target == torch.ops.aten.cat.default]
+    assert cats
+    assert all(isinstance(cat.shape[2], torch.SymInt) for cat in cats)
+    assert not any(cat.shape[2].node.expr.is_number for cat in cats)
+
+
 def test_a_window_is_another_reader_of_the_state() -> None:
     program, _ = capture(Window().eval(), *qkv(1), past(7))
-    assert codes(program)[1] in ("KVC201", "KVC206")
+    assert codes(program)[1] == "KVC209"
+    assert "slice_1 beside it is kept" in program.remarks[1].reason
     assert program.remarks[1].where.startswith("attentions.py:")
     assert not program.streams
 

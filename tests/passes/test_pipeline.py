@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile.passes import pipeline
 from kvcompile.passes.base import PassOptions
@@ -40,6 +41,16 @@ def test_printed_programs_run(model: torch.nn.Module, cached: int) -> None:
         out = run_text(text, program, inputs)
         for one in expected:
             assert any(one.shape == o.shape and torch.allclose(o, one, atol=1e-6) for o in out)
+
+
+def test_the_retrace_leaves_out_tensor_meta_for_itself_alone() -> None:
+    """Its nodes carry `val` alone; a trace after it is as make_fx made it."""
+    program, _ = capture(Sdpa().eval(), *qkv(3))
+    retraced = [n for n in program.graph.nodes if n.op == "call_function" and "val" in n.meta]
+    assert retraced
+    assert not any("tensor_meta" in n.meta for n in retraced)
+    after = make_fx(torch.neg, tracing_mode="fake")(torch.ones(2))
+    assert all(n.meta["tensor_meta"].shape == (2,) for n in after.graph.nodes if n.meta)
 
 
 def test_a_pass_that_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
