@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvcompile.codegen.formats import get_format
+
 Op = Literal["append", "attend", "gather"]
 Target = Literal["cpu"]
 IsaName = Literal["avx512", "avx2", "portable"]
 DTypeName = Literal["fp32", "bf16", "fp16"]
 MaskKind = Literal["none", "causal", "bool", "additive"]
 Queries = Literal["one", "few"]
+Compute = Literal["fp32", "int8"]
 
 DEFAULT_CHUNK = 256
 MOST_QUERIES = 16
@@ -36,6 +39,10 @@ class KernelSpec:
         mask_dtype: Type of an additive mask: `dtype` or "fp32" (additive masks only).
         queries: "one" query token, or a "few": 1 to 16, decided at run time (attend only).
         chunk: Stored tokens per partial result, a multiple of `page_size` (attend only).
+        q_group_size: Channels of V that share a scale (quantized formats only).
+        num_sink_tokens: First tokens of a row, which lie in exact pages (quantized formats only).
+        compute: How attend multiplies quantized K and V: "fp32" decodes them in registers, "int8"
+            rounds the query to int8 and the weights to 16 bits and multiplies integers.
     """
 
     op: Op
@@ -53,6 +60,9 @@ class KernelSpec:
     mask_dtype: DTypeName | None = None
     queries: Queries | None = None
     chunk: int | None = None
+    q_group_size: int | None = None
+    num_sink_tokens: int | None = None
+    compute: Compute | None = None
 
     def __post_init__(self) -> None:
         """Reject fields that contradict each other.
@@ -71,8 +81,18 @@ class KernelSpec:
             extra = [name for name in fields if getattr(self, name) is not None]
             if extra:
                 raise ValueError(f"{', '.join(extra)} mean nothing to {self.op}")
+        grouped = (self.q_group_size is not None, self.num_sink_tokens is not None)
+        if any(grouped) != self.is_grouped or not (all(grouped) or not any(grouped)):
+            raise ValueError("q_group_size and num_sink_tokens go with quantized formats")
+        if (self.compute is not None) != (self.is_grouped and self.op == "attend"):
+            raise ValueError("compute goes with attend over quantized formats, and only with it")
         if (self.mask == "additive") != (self.mask_dtype is not None):
             raise ValueError("mask_dtype goes with an additive mask, and only with it")
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether K or V is stored in pages that are quantized as a whole."""
+        return get_format(self.k_format).is_grouped or get_format(self.v_format).is_grouped
 
     @property
     def symbol(self) -> str:
@@ -89,9 +109,12 @@ class KernelSpec:
             queries = "q1" if self.queries == "one" else f"q{MOST_QUERIES}"
             parts += [f"g{self.q_heads_per_kv_head}", f"p{self.page_size}", mask, queries]
             if self.chunk != max(DEFAULT_CHUNK, self.page_size):
-                parts.append(f"c{self.chunk}")
+                parts.append(f"t{self.chunk}")
         else:
             parts.append(f"p{self.page_size}")
+        if self.is_grouped:
+            parts.append(f"c{self.q_group_size}_s{self.num_sink_tokens}")
+            parts += [f"x{self.compute}"] if self.compute else []
         return "_".join(parts)
 
     def __str__(self) -> str:

@@ -1,10 +1,14 @@
 """Cache formats: how one tensor of K or V is stored in a page."""
 
 from kvcompile.codegen.errors import UnsupportedKernelError
-from kvcompile.codegen.formats.base import TILE, Format, Role, padded_channels
+from kvcompile.codegen.formats.base import TILE, Format, PartShape, Role, padded_channels
 from kvcompile.codegen.formats.exact import BF16, FP16, FP32
+from kvcompile.codegen.formats.float8 import FP8
+from kvcompile.codegen.formats.integer import INT1, INT2, INT3, INT4, INT8
 
-FORMATS: dict[str, Format] = {format_.name: format_ for format_ in (FP32, BF16, FP16)}
+FORMATS: dict[str, Format] = {
+    format_.name: format_ for format_ in (FP32, BF16, FP16, FP8, INT8, INT4, INT3, INT2, INT1)
+}
 """Every format by name; a new format is one file and one entry."""
 
 
@@ -21,4 +25,4 @@ def get_format(name: str) -> Format:
         raise UnsupportedKernelError(f"unknown cache format {name!r}; known: {known}") from None
 
 
-__all__ = ["FORMATS", "TILE", "Format", "Role", "get_format", "padded_channels"]
+__all__ = ["FORMATS", "TILE", "Format", "PartShape", "Role", "get_format", "padded_channels"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -21,8 +22,30 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def padded_channels(head_dim: int) -> int:
-    """Return the channels a record holds for `head_dim`: pad channels are stored as zeros."""
+    """Return the channels an exact part holds for `head_dim`: pad channels are zeros."""
     return round_up(head_dim, CHANNEL_MULTIPLE)
+
+
+@dataclass(frozen=True)
+class PartShape:
+    """What one part of a record holds.
+
+    Attributes:
+        role: K or V.
+        page_size: P, tokens.
+        head_dim: D, channels.
+        group_size: Channels of V that share a scale; the group of K is its page.
+    """
+
+    role: Role
+    page_size: int
+    head_dim: int
+    group_size: int
+
+    def channel_groups(self) -> list[range]:
+        """Return the channels that share a scale within a token of V."""
+        size = self.group_size
+        return [range(c, min(c + size, self.head_dim)) for c in range(0, self.head_dim, size)]
 
 
 class Format(Protocol):
@@ -40,19 +63,27 @@ class Format(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type that holds every decoded value exactly."""
+        """Type of decoded values."""
         ...
 
-    def part_bytes(self, role: Role, page_size: int, head_dim: int) -> int:
+    @property
+    def is_grouped(self) -> bool:
+        """Whether elements share scales, so that a page is written once and as a whole."""
+        ...
+
+    @property
+    def smallest_page(self) -> int:
+        """Fewest tokens of a page: those whose codes fill the bytes of a vector."""
+        ...
+
+    def part_bytes(self, shape: PartShape) -> int:
         """Return the bytes of one part of a record, a multiple of 64."""
         ...
 
-    def encode(self, role: Role, dense: torch.Tensor) -> torch.Tensor:
+    def encode(self, shape: PartShape, dense: torch.Tensor) -> torch.Tensor:
         """Store dense[..., P, D] as uint8[..., part_bytes]."""
         ...
 
-    def decode(
-        self, role: Role, stored: torch.Tensor, *, page_size: int, head_dim: int
-    ) -> torch.Tensor:
+    def decode(self, shape: PartShape, stored: torch.Tensor) -> torch.Tensor:
         """Return uint8[..., part_bytes] as dense[..., P, D] of type `dtype`."""
         ...

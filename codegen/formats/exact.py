@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from kvcompile.codegen.formats.base import (
     PART_MULTIPLE,
     TILE,
-    Role,
+    PartShape,
     padded_channels,
     round_up,
 )
@@ -40,39 +40,46 @@ class ExactFormat:
         """Bits per stored element."""
         return self.dtype.itemsize * 8
 
-    def part_bytes(self, role: Role, page_size: int, head_dim: int) -> int:
+    @property
+    def is_grouped(self) -> bool:
+        """Every word stands for itself."""
+        return False
+
+    @property
+    def smallest_page(self) -> int:
+        """Fewest tokens of a page."""
+        return TILE
+
+    def part_bytes(self, shape: PartShape) -> int:
         """Return the bytes of one part of a record, a multiple of 64."""
-        words = page_size * padded_channels(head_dim)
+        words = shape.page_size * padded_channels(shape.head_dim)
         return round_up(words * self.dtype.itemsize, PART_MULTIPLE)
 
-    def encode(self, role: Role, dense: torch.Tensor) -> torch.Tensor:
+    def encode(self, shape: PartShape, dense: torch.Tensor) -> torch.Tensor:
         """Store dense[..., P, D] (any floating type, rounded once) as uint8[..., part_bytes]."""
-        page_size, head_dim = dense.shape[-2:]
         lead = dense.shape[:-2]
-        channels, pair = padded_channels(head_dim), self.interleave
-        words = F.pad(dense.to(self.dtype), (0, channels - head_dim))
-        if role == "k":
-            words = words.reshape(*lead, page_size // TILE, TILE, channels // pair, pair)
+        channels, pair = padded_channels(shape.head_dim), self.interleave
+        words = F.pad(dense.to(self.dtype), (0, channels - shape.head_dim))
+        if shape.role == "k":
+            words = words.reshape(*lead, shape.page_size // TILE, TILE, channels // pair, pair)
             words = words.transpose(-3, -2)
         else:
-            words = words.reshape(*lead, page_size // pair, pair, channels).transpose(-2, -1)
-        stored = words.reshape(*lead, page_size * channels).contiguous().view(torch.uint8)
-        return F.pad(stored, (0, self.part_bytes(role, page_size, head_dim) - stored.shape[-1]))
+            words = words.reshape(*lead, shape.page_size // pair, pair, channels).transpose(-2, -1)
+        stored = words.reshape(*lead, shape.page_size * channels).contiguous().view(torch.uint8)
+        return F.pad(stored, (0, self.part_bytes(shape) - stored.shape[-1]))
 
-    def decode(
-        self, role: Role, stored: torch.Tensor, *, page_size: int, head_dim: int
-    ) -> torch.Tensor:
+    def decode(self, shape: PartShape, stored: torch.Tensor) -> torch.Tensor:
         """Return uint8[..., part_bytes] as dense[..., P, D] of type `dtype`, bit for bit."""
         lead = stored.shape[:-1]
-        channels, pair = padded_channels(head_dim), self.interleave
-        used = page_size * channels * self.dtype.itemsize
+        channels, pair = padded_channels(shape.head_dim), self.interleave
+        used = shape.page_size * channels * self.dtype.itemsize
         words = stored[..., :used].contiguous().view(self.dtype)
-        if role == "k":
-            words = words.reshape(*lead, page_size // TILE, channels // pair, TILE, pair)
+        if shape.role == "k":
+            words = words.reshape(*lead, shape.page_size // TILE, channels // pair, TILE, pair)
             words = words.transpose(-3, -2)
         else:
-            words = words.reshape(*lead, page_size // pair, channels, pair).transpose(-2, -1)
-        return words.reshape(*lead, page_size, channels)[..., :head_dim]
+            words = words.reshape(*lead, shape.page_size // pair, channels, pair).transpose(-2, -1)
+        return words.reshape(*lead, shape.page_size, channels)[..., : shape.head_dim]
 
 
 FP32 = ExactFormat("fp32", torch.float32, 1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcompile.codegen.formats import Role, get_format
+from kvcompile.codegen.formats import Role
 from kvcompile.reference.attention import attention
 
 if TYPE_CHECKING:
@@ -76,23 +76,18 @@ def _pages(store: Store) -> _Pages:
 def append(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
     """Write k, v [B, K, S, D] as the tokens from `past_len` on; see `launch.append`."""
     pages, layout = _pages(store), store.layout
-    roles: list[tuple[Role, str, torch.Tensor | None]] = [
-        ("k", layout.k_format, k),
-        ("v", layout.v_format, v),
-    ]
-    for role, name, new in roles:
+    roles: list[tuple[Role, torch.Tensor | None]] = [("k", k), ("v", v)]
+    for role, new in roles:
         if new is None:
             continue
-        format_ = get_format(name)
+        format_, shape = layout.format(role), layout.part(role)
         for row in range(pages.batch):
             for page, slot, token, count in pages.runs(row, past_len, past_len + new.shape[2]):
                 part = pages.part(row, page, role)
-                dense = format_.decode(
-                    role, part, page_size=layout.page_size, head_dim=layout.head_dim(role)
-                ).clone()
+                dense = format_.decode(shape, part).clone()
                 first = token - past_len
                 dense[:, slot : slot + count] = new[row, :, first : first + count]
-                part.copy_(format_.encode(role, dense))
+                part.copy_(format_.encode(shape, dense))
 
 
 def gather(
@@ -100,18 +95,12 @@ def gather(
 ) -> torch.Tensor:
     """Return the tokens start..stop-1 of one role as [B, K, T, D]; see `launch.gather`."""
     pages, layout = _pages(store), store.layout
-    format_ = get_format(layout.k_format if role == "k" else layout.v_format)
-    head_dim = layout.head_dim(role)
-    shape = (pages.batch, store.num_kv_heads, stop - start, head_dim)
-    dense = torch.zeros(shape, dtype=dtype or store.dtype)
+    format_, part = layout.format(role), layout.part(role)
+    sizes = (pages.batch, store.num_kv_heads, stop - start, layout.head_dim(role))
+    dense = torch.zeros(sizes, dtype=dtype or store.dtype)
     for row in range(pages.batch):
         for page, slot, token, count in pages.runs(row, start, stop):
-            stored = format_.decode(
-                role,
-                pages.part(row, page, role),
-                page_size=layout.page_size,
-                head_dim=head_dim,
-            )
+            stored = format_.decode(part, pages.part(row, page, role))
             first = token - start
             dense[row, :, first : first + count] = stored[:, slot : slot + count]
     return dense
