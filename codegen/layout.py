@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypedDict
 
 import torch
 
@@ -11,6 +12,18 @@ from kvcompile.codegen.formats import TILE, Format, PartShape, Role, get_format
 
 PAGE_SIZES = (16, 32, 64, 128)
 DEFAULT_GROUP_SIZE = 64
+
+
+class LayoutFields(TypedDict):
+    """What a `KernelSpec` says about the records."""
+
+    k_format: str
+    v_format: str
+    head_dim_qk: int
+    head_dim_vo: int
+    page_size: int
+    q_group_size: int | None
+    num_sink_tokens: int | None
 
 
 @dataclass(frozen=True)
@@ -99,8 +112,7 @@ class RecordLayout:
             return name
         w = self.window
         return (
-            f"{name}_c{self.q_group_size}_{w.exact_format}_s{w.num_sink_tokens}"
-            f"r{w.residual_length}"
+            f"{name}_c{self.q_group_size}_{w.exact_format}_s{w.num_sink_tokens}r{w.residual_length}"
         )
 
     @cached_property
@@ -114,6 +126,19 @@ class RecordLayout:
             raise ValueError(f"{self.symbol} has no window")
         name = self.window.exact_format
         return replace(self, k_format=name, v_format=name, page_size=TILE, window=None)
+
+    def spec_fields(self) -> LayoutFields:
+        """Return the fields of the specs of kernels that read or write such records."""
+        window = self.window
+        return LayoutFields(
+            k_format=self.k_format,
+            v_format=self.v_format,
+            head_dim_qk=self.head_dim_qk,
+            head_dim_vo=self.head_dim_vo,
+            page_size=self.page_size,
+            q_group_size=None if window is None else self.q_group_size,
+            num_sink_tokens=None if window is None else window.num_sink_tokens,
+        )
 
     def format(self, role: Role) -> Format:
         """Return the format of one part."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcompile.codegen.errors import KvcompileError
+from kvcompile.codegen.formats import get_format
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-KV_CACHE_DTYPES = ("auto",)
+KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "int8", "int4", "int3", "int2", "int1")
+COMPUTE_DTYPES = ("auto", "int8", "fp32")
 PAGE_SIZES = (16, 32, 64, 128)
 INNER_BACKENDS = ("inductor", "aot_eager", "eager")
-ALIASES = {"block_size": "page_size"}
+ALIASES = {"block_size": "page_size", "group_size": "q_group_size"}
+
+LayerDtypes = str | Mapping[int | str, str]
+"""One format for all layers, or {layer: format, "default": format}."""
 
 
 class OptionError(KvcompileError, ValueError):
@@ -25,27 +28,95 @@ class OptionError(KvcompileError, ValueError):
 class CacheOptions:
     """What `torch.compile(..., backend="kvcompile", options={...})` understands.
 
+    A dtype is a name, or a mapping from layers to names: {0: "int8", -1: "int8",
+    "default": "int4"}. Layers are numbered in the order in which the model runs them; -1 is the
+    last one.
+
     Attributes:
-        kv_cache_dtype: Format of K and V. `auto` stores the model's dtype exactly.
-        page_size: Tokens per page, one of 16, 32, 64, 128.
+        kv_cache_dtype: Format of K and V. `auto` stores the model's dtype exactly; `bf16` rounds to
+            it; `fp8`, `int8`, `int4`, `int3`, `int2` and `int1` are quantized.
+        k_cache_dtype: Format of K, if it is not that of V.
+        v_cache_dtype: Format of V, if it is not that of K.
+        kv_cache_dtype_skip_layers: Layers that are stored exactly.
+        page_size: Tokens per page, one of 16, 32, 64, 128; None for 32, or 64 if a format is
+            quantized. A page is the group of tokens that share K's scale of a channel.
+        q_group_size: Channels of a token of V that share a scale, a multiple of 16.
+        residual_length: Most recent tokens that stay exact in a quantized cache.
+        num_sink_tokens: First tokens that stay exact in a quantized cache.
+        compute_dtype: How attention multiplies quantized K and V: `fp32` decodes them in registers,
+            `int8` rounds the query to int8 and multiplies integers; `auto` is the faster one.
         strict: Raise the remark of an attention or cache that cannot be rewritten, instead of
             running it as the model wrote it.
         inner_backend: Compiler of the rest of the graph: `inductor`, `aot_eager` or `eager`.
         verify: Check the invariants after every pass.
     """
 
-    kv_cache_dtype: str = "auto"
-    page_size: int = 32
+    kv_cache_dtype: LayerDtypes = "auto"
+    k_cache_dtype: LayerDtypes | None = None
+    v_cache_dtype: LayerDtypes | None = None
+    kv_cache_dtype_skip_layers: Sequence[int] = ()
+    page_size: int | None = None
+    q_group_size: int = 64
+    residual_length: int = 64
+    num_sink_tokens: int = 4
+    compute_dtype: str = "auto"
     strict: bool = False
     inner_backend: str = "inductor"
     verify: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        _one_of("page_size", self.page_size, PAGE_SIZES)
+        _check_dtypes("kv_cache_dtype", self.kv_cache_dtype)
+        for name in ("k_cache_dtype", "v_cache_dtype"):
+            if getattr(self, name) is not None:
+                _check_dtypes(name, getattr(self, name))
+        for layer in _sequence("kv_cache_dtype_skip_layers", self.kv_cache_dtype_skip_layers):
+            _whole_number("kv_cache_dtype_skip_layers", layer, least=None)
+        _one_of("page_size", self.page_size, (None, *PAGE_SIZES))
+        _whole_number("q_group_size", self.q_group_size, least=16, multiple=16)
+        _whole_number("residual_length", self.residual_length, least=0)
+        _whole_number("num_sink_tokens", self.num_sink_tokens, least=0)
+        _one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         _one_of("inner_backend", self.inner_backend, INNER_BACKENDS)
         for name in ("strict", "verify"):
             _one_of(name, getattr(self, name), (False, True))
+        for name in self._all_dtypes():
+            least = 16 if name == "auto" else get_format(name).smallest_page
+            if self.page_size is not None and self.page_size < least:
+                raise OptionError(
+                    f"option 'page_size' cannot be {self.page_size} with {name!r}: did you mean "
+                    f"{least}?; a page of it has at least {least} tokens"
+                )
+
+    def default_dtypes(self) -> tuple[str, str]:
+        """Return the formats of K and V of a layer that nothing is said about."""
+        return self.dtypes_of("default")
+
+    def layer_dtypes(self) -> dict[int, tuple[str, str]]:
+        """Return the formats of K and V of the layers that something is said about."""
+        given = (self.kv_cache_dtype, self.k_cache_dtype, self.v_cache_dtype)
+        named = {
+            layer
+            for dtypes in given
+            if isinstance(dtypes, Mapping)
+            for layer in dtypes
+            if isinstance(layer, int)
+        }
+        found = {layer: self.dtypes_of(layer) for layer in sorted(named)}
+        found.update(dict.fromkeys(self.kv_cache_dtype_skip_layers, ("auto", "auto")))
+        return found
+
+    def dtypes_of(self, layer: int | str) -> tuple[str, str]:
+        """Return the formats of K and V that the options name for a layer."""
+        k, v = (
+            _look_up(self.kv_cache_dtype if own is None else own, layer)
+            for own in (self.k_cache_dtype, self.v_cache_dtype)
+        )
+        return k, v
+
+    def _all_dtypes(self) -> set[str]:
+        return {
+            name for pair in (self.default_dtypes(), *self.layer_dtypes().values()) for name in pair
+        }
 
 
 def parse_options(given: Mapping[str, Any] | None) -> CacheOptions:
@@ -67,6 +138,47 @@ def parse_options(given: Mapping[str, Any] | None) -> CacheOptions:
             raise OptionError(f"option {name!r} is given twice, as {raw!r} too")
         parsed[name] = value
     return CacheOptions(**parsed)
+
+
+def _look_up(dtypes: LayerDtypes, layer: int | str) -> str:
+    if isinstance(dtypes, str):
+        return dtypes
+    return dtypes.get(layer, dtypes.get("default", "auto"))
+
+
+def _check_dtypes(name: str, value: object) -> None:
+    """Refuse a dtype, or a mapping from layers to dtypes, that names something unknown."""
+    if not isinstance(value, Mapping):
+        _one_of(name, value, KV_CACHE_DTYPES)
+        return
+    for layer, dtype in value.items():
+        if type(layer) is not int and layer != "default":
+            raise OptionError(
+                f"option {name!r} names the layer {layer!r}; layers are whole numbers or 'default'"
+            )
+        _one_of(f"{name}[{layer!r}]", dtype, KV_CACHE_DTYPES)
+
+
+def _sequence(name: str, value: object) -> list[object]:
+    if isinstance(value, (list, tuple, set, frozenset, range)):
+        return list(value)
+    raise OptionError(
+        f"option {name!r} cannot be {value!r}; a list of layers is wanted, as [0, -1]"
+    )
+
+
+def _whole_number(name: str, value: object, *, least: int | None, multiple: int = 1) -> None:
+    """Refuse what is not a whole number, too small or no multiple of `multiple`."""
+    wanted = "a whole number" if multiple == 1 else f"a multiple of {multiple}"
+    if least is not None:
+        wanted += f", at least {least}"
+    if type(value) is not int:
+        raise OptionError(f"option {name!r} cannot be {value!r}; it is {wanted}")
+    if (least is not None and value < least) or value % multiple:
+        nearest = max(least or 0, round(value / multiple) * multiple)
+        raise OptionError(
+            f"option {name!r} cannot be {value!r}: did you mean {nearest!r}?; it is {wanted}"
+        )
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

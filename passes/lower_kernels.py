@@ -50,16 +50,11 @@ class LowerKernels:
 
 
 def _append_spec(plan: StreamPlan, options: PassOptions) -> KernelSpec:
-    layout = plan.layout
     return KernelSpec(
         op="append",
         isa=options.isa,
         dtype=EXACT_FORMATS[plan.dtype],
-        k_format=layout.k_format,
-        v_format=layout.v_format,
-        head_dim_qk=layout.head_dim_qk,
-        head_dim_vo=layout.head_dim_vo,
-        page_size=layout.page_size,
+        **plan.layout.spec_fields(),
     )
 
 
@@ -73,4 +68,5 @@ def _attend_spec(site: AttentionSite, plan: StreamPlan, options: PassOptions) ->
         mask=site.mask_kind,
         mask_dtype=EXACT_FORMATS[additive] if additive is not None else None,
         queries="one" if one else "few",
+        compute=plan.compute,
     )

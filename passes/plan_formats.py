@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcompile.codegen.layout import RecordLayout
+from kvcompile.codegen.formats import get_format
+from kvcompile.codegen.formats.integer import IntegerFormat
+from kvcompile.codegen.layout import RecordLayout, Window
 from kvcompile.passes.base import PassOptions, missed, passed
 from kvcompile.passes.ir.plan import StreamPlan
 from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.ir.stage import Stage
 
 if TYPE_CHECKING:
-    from kvcompile.codegen.spec import DTypeName
+    from kvcompile.codegen.formats import Format
+    from kvcompile.codegen.spec import Compute, DTypeName
     from kvcompile.passes.ir.program import Program
     from kvcompile.passes.ir.site import AttentionSite
 
@@ -23,6 +26,10 @@ EXACT_FORMATS: dict[torch.dtype, DTypeName] = {
     torch.float16: "fp16",
 }
 """Format that stores a dtype as it is."""
+
+EXACT_PAGE_SIZE = 32
+QUANTIZED_PAGE_SIZE = 64
+"""Default tokens per page: a page of a quantized format is the group of a scale of K."""
 
 MAX_HEAD_DIM = 512
 """Largest head dimension the kernels' scratch is laid out for."""
@@ -37,22 +44,29 @@ class PlanFormats:
 
     def run(self, program: Program, options: PassOptions) -> None:
         """Fill `program.plans`."""
+        count = len(program.sites)
         for site in program.sites:
             if site.index not in program.streams:
                 continue
-            plan = _plan(site, options)
+            plan = _plan(site, count, options)
             if isinstance(plan, Missed):
                 program.remarks.append(missed(self.name, site, plan))
                 continue
             program.plans[site.index] = plan
+            layout = plan.layout
             reason = (
-                f"{plan.layout.k_format}/{plan.layout.v_format} pages of {options.page_size} "
+                f"{layout.k_format}/{layout.v_format} pages of {layout.page_size} "
                 f"tokens, {plan.bytes_per_token:.0f} bytes per token"
             )
+            if layout.window is not None:
+                reason += (
+                    f"; the first {layout.window.num_sink_tokens} and the last "
+                    f"{layout.window.residual_length} tokens exact, computed in {plan.compute}"
+                )
             program.remarks.append(passed(self.name, "KVC300", site, reason))
 
 
-def _plan(site: AttentionSite, options: PassOptions) -> StreamPlan | Missed:
+def _plan(site: AttentionSite, sites: int, options: PassOptions) -> StreamPlan | Missed:
     k, v = site.k.meta["val"], site.v.meta["val"]
     if k.dtype != v.dtype:
         return Missed("KVC301", f"keys are {k.dtype} and values {v.dtype}", site.k)
@@ -68,12 +82,39 @@ def _plan(site: AttentionSite, options: PassOptions) -> StreamPlan | Missed:
     if max(site.head_dim_qk, site.head_dim_vo) > MAX_HEAD_DIM:
         reason = f"head dimension {max(site.head_dim_qk, site.head_dim_vo)} exceeds {MAX_HEAD_DIM}"
         return Missed("KVC304", reason, site.k)
-    name = EXACT_FORMATS[k.dtype]
+    exact = EXACT_FORMATS[k.dtype]
+    k_format, v_format = (
+        exact if name == "auto" else name for name in options.cache_dtypes(site.index, sites)
+    )
+    formats = get_format(k_format), get_format(v_format)
+    window = None
+    if any(format_.is_grouped for format_ in formats):
+        window = Window(exact, options.num_sink_tokens, options.residual_length)
     layout = RecordLayout(
-        k_format=name,
-        v_format=name,
+        k_format=k_format,
+        v_format=v_format,
         head_dim_qk=site.head_dim_qk,
         head_dim_vo=site.head_dim_vo,
-        page_size=options.page_size,
+        page_size=options.page_size or (EXACT_PAGE_SIZE if window is None else QUANTIZED_PAGE_SIZE),
+        q_group_size=options.q_group_size,
+        window=window,
     )
-    return StreamPlan(site.index, k.dtype, site.num_kv_heads, layout)
+    compute = None if window is None else _compute(formats, options)
+    if isinstance(compute, Missed):
+        return compute
+    return StreamPlan(site.index, k.dtype, site.num_kv_heads, layout, compute)
+
+
+def _compute(formats: tuple[Format, Format], options: PassOptions) -> Compute | Missed:
+    """Choose between decoding in registers and integer products."""
+    integers = all(isinstance(format_, IntegerFormat) for format_ in formats)
+    possible = integers and options.has_integer_dot
+    if options.compute_dtype == "int8" and not possible:
+        reason = (
+            "compute_dtype int8 needs a processor that multiplies bytes (AVX-512 VNNI)"
+            if integers
+            else f"compute_dtype int8 multiplies integers only, not {formats[0].name} keys with "
+            f"{formats[1].name} values"
+        )
+        return Missed("KVC305", reason, None, hint="compute_dtype='fp32' runs everywhere")
+    return "int8" if possible and options.compute_dtype != "fp32" else "fp32"

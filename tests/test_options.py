@@ -3,6 +3,7 @@ import torch
 
 import kvcompile
 from kvcompile.options import CacheOptions, OptionError, parse_options
+from kvcompile.passes.base import PassOptions
 
 
 def test_defaults() -> None:
@@ -16,6 +17,24 @@ def test_aliases() -> None:
         parse_options({"block_size": 64, "page_size": 64})
 
 
+def test_dtypes_per_layer() -> None:
+    options = CacheOptions(
+        kv_cache_dtype={"default": "int4", 0: "int8"},
+        v_cache_dtype="int2",
+        kv_cache_dtype_skip_layers=[-1],
+    )
+    assert options.default_dtypes() == ("int4", "int2")
+    assert options.layer_dtypes() == {0: ("int8", "int2"), -1: ("auto", "auto")}
+    passes = PassOptions(
+        isa="portable",
+        k_cache_dtype="int4",
+        v_cache_dtype="int2",
+        layer_dtypes=options.layer_dtypes(),
+    )
+    found = [passes.cache_dtypes(index, 3) for index in range(3)]
+    assert found == [("int8", "int2"), ("int4", "int2"), ("auto", "auto")]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -25,6 +44,21 @@ def test_aliases() -> None:
         ({"page_size": 64.0}, "'page_size' cannot be 64.0"),
         ({"kv_cache_dtype": "aut"}, "'kv_cache_dtype' cannot be 'aut': did you mean 'auto'?"),
         ({"inner_backend": "inducto"}, "did you mean 'inductor'?"),
+        ({"kv_cache_dtype": "int5"}, "'kv_cache_dtype' cannot be 'int5': did you mean 'int"),
+        ({"k_cache_dtype": 8}, "'k_cache_dtype' cannot be 8"),
+        ({"kv_cache_dtype": {0: "int9"}}, "'kv_cache_dtype[0]' cannot be 'int9': did you mean"),
+        ({"kv_cache_dtype": {"first": "int8"}}, "names the layer 'first'; layers are whole"),
+        ({"kv_cache_dtype_skip_layers": 3}, "a list of layers is wanted"),
+        ({"kv_cache_dtype_skip_layers": ["a"]}, "cannot be 'a'; it is a whole number"),
+        ({"q_group_size": 40}, "'q_group_size' cannot be 40: did you mean 32?; it is a multiple"),
+        ({"q_group_size": 0}, "'q_group_size' cannot be 0: did you mean 16?"),
+        ({"residual_length": -1}, "'residual_length' cannot be -1: did you mean 0?"),
+        ({"num_sink_tokens": 4.0}, "'num_sink_tokens' cannot be 4.0"),
+        ({"compute_dtype": "fp16"}, "'compute_dtype' cannot be 'fp16': did you mean 'fp32'?"),
+        (
+            {"kv_cache_dtype": {3: "int1"}, "page_size": 16},
+            "'page_size' cannot be 16 with 'int1': did you mean 32?",
+        ),
         ({"strict": 1}, "'strict' cannot be 1"),
         ({"strict": "yes"}, "'strict' cannot be 'yes'"),
     ],

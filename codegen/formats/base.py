@@ -76,6 +76,10 @@ class Format(Protocol):
         """Fewest tokens of a page: those whose codes fill the bytes of a vector."""
         ...
 
+    def channels(self, shape: PartShape) -> int:
+        """Return the channels stored, pad channels included."""
+        ...
+
     def part_bytes(self, shape: PartShape) -> int:
         """Return the bytes of one part of a record, a multiple of 64."""
         ...

@@ -50,15 +50,19 @@ class ExactFormat:
         """Fewest tokens of a page."""
         return TILE
 
+    def channels(self, shape: PartShape) -> int:
+        """Return the channels stored, pad channels included."""
+        return padded_channels(shape.head_dim)
+
     def part_bytes(self, shape: PartShape) -> int:
         """Return the bytes of one part of a record, a multiple of 64."""
-        words = shape.page_size * padded_channels(shape.head_dim)
+        words = shape.page_size * self.channels(shape)
         return round_up(words * self.dtype.itemsize, PART_MULTIPLE)
 
     def encode(self, shape: PartShape, dense: torch.Tensor) -> torch.Tensor:
         """Store dense[..., P, D] (any floating type, rounded once) as uint8[..., part_bytes]."""
         lead = dense.shape[:-2]
-        channels, pair = padded_channels(shape.head_dim), self.interleave
+        channels, pair = self.channels(shape), self.interleave
         words = F.pad(dense.to(self.dtype), (0, channels - shape.head_dim))
         if shape.role == "k":
             words = words.reshape(*lead, shape.page_size // TILE, TILE, channels // pair, pair)
@@ -71,7 +75,7 @@ class ExactFormat:
     def decode(self, shape: PartShape, stored: torch.Tensor) -> torch.Tensor:
         """Return uint8[..., part_bytes] as dense[..., P, D] of type `dtype`, bit for bit."""
         lead = stored.shape[:-1]
-        channels, pair = padded_channels(shape.head_dim), self.interleave
+        channels, pair = self.channels(shape), self.interleave
         used = shape.page_size * channels * self.dtype.itemsize
         words = stored[..., :used].contiguous().view(self.dtype)
         if shape.role == "k":

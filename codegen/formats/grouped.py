@@ -109,13 +109,11 @@ def pack_fields(shape: PartShape, codes: torch.Tensor, bits: int) -> torch.Tenso
     else:
         quads = codes.unflatten(-2, (fields, tokens // fields // 4, 4)).transpose(-1, -2)
     shifts = torch.arange(0, 8, bits).view(fields, *[1] * (quads.dim() - len(lead) - 1))
-    packed = (quads.to(torch.int32) << shifts).sum(dim=len(lead)).to(torch.uint8)
+    packed: torch.Tensor = (quads.to(torch.int32) << shifts).sum(dim=len(lead)).to(torch.uint8)
     return packed.reshape(*lead, tokens * channels * bits // 8)
 
 
-def unpack_fields(
-    shape: PartShape, packed: torch.Tensor, channels: int, bits: int
-) -> torch.Tensor:
+def unpack_fields(shape: PartShape, packed: torch.Tensor, channels: int, bits: int) -> torch.Tensor:
     """Undo `pack_fields`: int32 codes[..., P, channels]."""
     lead, tokens, fields = packed.shape[:-1], shape.page_size, 8 // bits
     if shape.role == "k":

@@ -135,8 +135,9 @@ class IntegerFormat:
             scale = bf16_up((mean + deviation) - minimum)
             codes = (x > minimum[..., None] + scale[..., None] * 0.5).to(torch.int32)
             return codes, [scale, minimum]
-        minimum = bf16_down(x.amin(dim=-1))
-        scale = bf16_up((x.amax(dim=-1) - minimum) / self.largest_code)
+        # Adding 0 turns -0 into 0: which of the two a reduction returns depends on its order.
+        minimum = bf16_down(x.amin(dim=-1) + 0.0)
+        scale = bf16_up((x.amax(dim=-1) + 0.0 - minimum) / self.largest_code)
         steps = (x - minimum[..., None]) / torch.where(scale == 0, 1.0, scale)[..., None]
         return steps.round().clamp(max=self.largest_code).to(torch.int32), [scale, minimum]
 

@@ -15,8 +15,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-DEFAULT_SLAB_BYTES = 1 << 20
+SMALLEST_SLAB_BYTES = 64 << 10
 LARGEST_SLAB_BYTES = 32 << 20
+GROWTH = 64
+"""A slab beyond what was expected is this part of what is there, so that little of it is unused."""
 HUGE_PAGE_BYTES = 2 << 20
 POISON = 0xFF  # every format reads 0xFF.. as NaN or as its largest code
 
@@ -43,9 +45,9 @@ class Arena:
         Args:
             page_bytes: Bytes of one page.
             device: Where the slabs live.
-            slab_bytes: Wanted bytes of one slab. By default a sixteenth of what the first
-                reservation takes, made by each of the stores, but at least 1 MiB and at most
-                32 MiB. A slab is always a power-of-two number of pages.
+            slab_bytes: Bytes of every slab, rounded down to a power-of-two number of pages. By
+                default the first slabs, of at most 32 MiB, hold exactly what the first
+                reservation takes, made by each of the stores; later ones a 64th of what is there.
             stores: Stores (layers) that will make reservations like the first one.
         """
         self.page_bytes = page_bytes
@@ -57,7 +59,8 @@ class Arena:
         self.slab_table = torch.zeros(64, dtype=torch.int64)
         # States made before the table grew still point to the older, shorter tables.
         self._outgrown_tables: list[torch.Tensor] = []
-        self._counts: list[int] = []
+        self._counts: dict[int, int] = {}
+        self._expected = 0
         self._free: list[int] = []
         # Pages come back from finalizers, which run at any bytecode, even inside `allocate`:
         # they only append here, and whoever holds the lock next takes them in.
@@ -67,7 +70,7 @@ class Arena:
 
     @property
     def shift(self) -> int:
-        """log2 of the pages per slab; 0 before the first allocation."""
+        """log2 of the most pages of a slab; 0 before the first allocation."""
         return self._shift or 0
 
     @property
@@ -155,7 +158,7 @@ class Arena:
     def _add_slab(self, wanted_pages: int) -> None:
         if self._shift is None:
             self._shift = self._choose_shift(wanted_pages)
-        pages = 1 << self._shift
+        pages = self._pages_of_next_slab(wanted_pages)
         slab = torch.empty(pages * self.page_bytes, dtype=torch.uint8, device=self.device)
         _advise_huge_pages(slab)
         if self._poison:
@@ -167,17 +170,29 @@ class Arena:
         self.slab_table[number] = slab.data_ptr()
         self._slabs.append(slab)
         first = number << self._shift
-        self._counts.extend([0] * pages)
+        fresh = range(first, first + pages)
+        self._counts.update(dict.fromkeys(fresh, 0))
         # The list is a stack: lowest page on top, so that neighbours are handed out in order;
         # pages that were used before stay on top of fresh ones.
-        self._free[:0] = range(first + pages - 1, first - 1, -1)
+        self._free[:0] = reversed(fresh)
 
     def _choose_shift(self, wanted_pages: int) -> int:
-        target = self._slab_bytes
-        if target is None:
-            sixteenth = wanted_pages * self.page_bytes * self._stores // 16
-            target = min(max(sixteenth, DEFAULT_SLAB_BYTES), LARGEST_SLAB_BYTES)
-        return max(target // self.page_bytes, 1).bit_length() - 1
+        self._expected = wanted_pages * self._stores
+        if self._slab_bytes is not None:
+            return max(self._slab_bytes // self.page_bytes, 1).bit_length() - 1
+        most = max(LARGEST_SLAB_BYTES // self.page_bytes, 1).bit_length() - 1
+        smallest = max(SMALLEST_SLAB_BYTES // self.page_bytes, 1)
+        return min((max(self._expected, smallest) - 1).bit_length(), most)
+
+    def _pages_of_next_slab(self, wanted_pages: int) -> int:
+        most = 1 << self.shift
+        if self._slab_bytes is not None:
+            return most
+        there = len(self._counts)
+        missing = max(wanted_pages - len(self._free), 1)
+        smallest = max(SMALLEST_SLAB_BYTES // self.page_bytes, 1)
+        growth = max(there // GROWTH, smallest) if there else 0
+        return min(max(self._expected - there, growth, missing), most)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

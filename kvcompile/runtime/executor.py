@@ -6,6 +6,7 @@ It binds handles to stores, runs the rewritten graph, and hands out the grown st
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvcompile.runtime.as_written import INPUT, dense_input
 from kvcompile.runtime.claim import claim
 from kvcompile.runtime.errors import CacheKindError
 from kvcompile.runtime.handle import KVTensor
+from kvcompile.runtime.quantized_store import QuantizedStore
 from kvcompile.runtime.store import PagedStore
 
 
@@ -44,6 +46,7 @@ class Executor:
         self._num_outputs = binding.num_outputs
         self._states = binding.states
         self._plans = tuple(program.plans[s.site] for s in binding.states)
+        self._users = _arena_users(self._plans)
         self._dense_inputs = _handles_that_stay(program)
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
@@ -51,6 +54,10 @@ class Executor:
         stores = self._claim_all(args)
         try:
             return self._step(args, stores)
+        except BaseException:
+            for store in stores:
+                store.abandon()
+            raise
         finally:
             for store in stores:
                 store.claimed = False
@@ -61,7 +68,7 @@ class Executor:
         Lengths move at the end of a step only, so without the mark a second step from the same
         past, in another thread or for another stream of this graph, would write to the same slots.
         """
-        arenas: dict[int, Arena] = {}
+        arenas = _Arenas(self._users)
         stores: list[PagedStore] = []
         with _claiming:
             try:
@@ -96,7 +103,7 @@ class Executor:
         return tuple(outputs)
 
     def _store(
-        self, state: StateBinding, plan: StreamPlan, args: Sequence[Any], arenas: dict[int, Arena]
+        self, state: StateBinding, plan: StreamPlan, args: Sequence[Any], arenas: _Arenas
     ) -> PagedStore:
         """Return the store that ends where the stream's past ends."""
         if state.k_input is None or state.v_input is None:
@@ -118,23 +125,57 @@ class Executor:
         return store
 
     def _new_store(
-        self, state: StateBinding, plan: StreamPlan, args: Sequence[Any], arenas: dict[int, Arena]
+        self, state: StateBinding, plan: StreamPlan, args: Sequence[Any], arenas: _Arenas
     ) -> PagedStore:
         """Make an empty store; the layers of one call share an arena per page size."""
-        arena = arenas.get(plan.page_bytes)
+        batch = _size(state.batch, args)
+        capacity = None if state.capacity is None else _size(state.capacity, args)
+        arena = arenas.of(plan.page_bytes)
+        if plan.layout.window is None:
+            store = PagedStore(
+                plan.layout,
+                plan.num_kv_heads,
+                plan.dtype,
+                "cpu",
+                arena,
+                batch=batch,
+                capacity=capacity,
+                token_dim=state.token_dim,
+            )
+        else:
+            store = QuantizedStore(
+                plan.layout,
+                plan.num_kv_heads,
+                plan.dtype,
+                "cpu",
+                (arena, arenas.of(plan.exact_page_bytes)),
+                batch=batch,
+                capacity=capacity,
+                token_dim=state.token_dim,
+            )
+        store.compute = plan.compute
+        return store
+
+
+def _arena_users(plans: Sequence[StreamPlan]) -> Counter[int]:
+    """Return how many streams have pages of each size."""
+    sizes = [plan.page_bytes for plan in plans]
+    return Counter(sizes + [p.exact_page_bytes for p in plans if p.layout.window is not None])
+
+
+class _Arenas:
+    """The arenas of one call, by page size; each is shared by all layers with such pages."""
+
+    def __init__(self, users: Counter[int]) -> None:
+        self._users = users
+        self._arenas: dict[int, Arena] = {}
+
+    def of(self, page_bytes: int) -> Arena:
+        """Return the arena with pages of this size."""
+        arena = self._arenas.get(page_bytes)
         if arena is None:
-            alike = sum(other.page_bytes == plan.page_bytes for other in self._plans)
-            arena = arenas[plan.page_bytes] = Arena(plan.page_bytes, stores=alike)
-        return PagedStore(
-            plan.layout,
-            plan.num_kv_heads,
-            plan.dtype,
-            "cpu",
-            arena,
-            batch=_size(state.batch, args),
-            capacity=None if state.capacity is None else _size(state.capacity, args),
-            token_dim=state.token_dim,
-        )
+            arena = self._arenas[page_bytes] = Arena(page_bytes, stores=self._users[page_bytes])
+        return arena
 
 
 def _fits(store: PagedStore | None, state: StateBinding, plan: StreamPlan) -> bool:

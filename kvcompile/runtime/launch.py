@@ -8,7 +8,6 @@ be had, the same call runs in plain torch and one remark says so.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -23,9 +22,10 @@ from kvcompile.codegen.errors import (
 )
 from kvcompile.codegen.formats import Role
 from kvcompile.codegen.layout import RecordLayout
-from kvcompile.codegen.spec import MOST_QUERIES, DTypeName, KernelSpec, MaskKind, Op
+from kvcompile.codegen.spec import MOST_QUERIES, Compute, DTypeName, KernelSpec, MaskKind, Op
 from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime import torch_path
+from kvcompile.runtime.scratch import scratch_of
 
 DTYPE_NAMES: dict[torch.dtype, DTypeName] = {
     torch.float32: "fp32",
@@ -38,6 +38,7 @@ class Store(Protocol):
     """What a launch needs of a page store."""
 
     layout: RecordLayout
+    compute: Compute | None
     num_kv_heads: int
     dtype: torch.dtype
     batch: int
@@ -73,10 +74,13 @@ def append(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_le
     key = (store.layout.symbol, new.dtype)
     launcher = _appends.get(key)
     if launcher is None:
-        kernel = _kernel(store.layout, new.dtype, "append")
-        launcher = torch_path.append if kernel is None else _append_launcher(kernel)
-        _appends[key] = launcher
+        launcher = _appends[key] = _new_append(store.layout, new.dtype)
     launcher(store, k, v, past_len)
+
+
+def flush(store: Store, length: int) -> None:
+    """Quantize the pages that `length` stored tokens have made old enough, from the ring alone."""
+    _new_append(store.layout, store.dtype)(store, None, None, length)
 
 
 def attend(
@@ -110,7 +114,7 @@ def attend(
     else:
         rule = mask.dtype
     group = q.shape[1] // store.num_kv_heads
-    key = (store.layout.symbol, q.dtype, group, rule, q.shape[2] == 1)
+    key = (store.layout.symbol, q.dtype, group, rule, q.shape[2] == 1, store.compute)
     launcher = _attends.get(key)
     if launcher is None:
         launcher = _attends[key] = _new_attend(store, q, mask, causal=causal)
@@ -148,6 +152,7 @@ def _kernel(
     mask: MaskKind | None = None,
     mask_dtype: torch.dtype | None = None,
     one: bool = True,
+    compute: Compute | None = None,
 ) -> Kernel | None:
     """Return the kernel for these tensors, or None after a remark."""
     name = DTYPE_NAMES.get(dtype)
@@ -163,15 +168,12 @@ def _kernel(
         op=op,
         isa=isa,
         dtype=name,
-        k_format=layout.k_format,
-        v_format=layout.v_format,
-        head_dim_qk=layout.head_dim_qk,
-        head_dim_vo=layout.head_dim_vo,
-        page_size=layout.page_size,
+        **layout.spec_fields(),
         q_heads_per_kv_head=group,
         mask=mask,
         mask_dtype=None if mask_dtype is None else DTYPE_NAMES[mask_dtype],
         queries=None if op != "attend" else "one" if one else "few",
+        compute=compute,
     )
     return _load(spec)
 
@@ -201,6 +203,11 @@ def _remark(reason: str) -> None:
         ),
         once="fallback",
     )
+
+
+def _new_append(layout: RecordLayout, dtype: torch.dtype) -> Append:
+    kernel = _kernel(layout, dtype, "append")
+    return torch_path.append if kernel is None else _append_launcher(kernel)
 
 
 def _append_launcher(kernel: Kernel) -> Append:
@@ -277,13 +284,14 @@ def _new_attend(
         mask=kind,
         mask_dtype=mask_dtype,
         one=q.shape[2] == 1,
+        compute=store.compute,
     )
     return torch_path.attend if kernel is None else _attend_launcher(kernel, mask_dtype)
 
 
 def _attend_launcher(kernel: Kernel, mask_dtype: torch.dtype | None) -> Attend:
     pack, enter, threads = kernel.pack, kernel.enter, torch.get_num_threads
-    scratch = _scratch_of(kernel)
+    scratch = scratch_of(kernel)
     k_dim, v_dim = kernel.spec.head_dim_qk, kernel.spec.head_dim_vo
     group = kernel.spec.q_heads_per_kv_head
     assert group is not None
@@ -355,39 +363,6 @@ def _mask_part(
     if not fits:
         raise ValueError(f"a mask {tuple(mask.shape)} does not broadcast to {sizes}")
     return (mask.data_ptr(), strides[0], strides[1], strides[2], strides[3])
-
-
-class _Scratch(threading.local):
-    """One buffer per thread that only grows; kernels leave nothing in it between calls."""
-
-    address = 0
-    size = 0
-    buffer: torch.Tensor | None = None
-
-
-_scratch = _Scratch()
-_SCRATCH_STEP = 4096
-"""Sizes are asked for in steps of tokens, so that most calls find theirs in a dictionary."""
-
-
-def _scratch_of(kernel: Kernel) -> Callable[[int, int, int, int], int]:
-    """Return a function from (batch, KV heads, queries, kv_len) to the address of a buffer."""
-    sizes: dict[tuple[int, int, int, int], int] = {}
-    scratch_bytes = kernel.scratch_bytes
-    assert scratch_bytes is not None
-
-    def address(batch: int, kv_heads: int, queries: int, kv_len: int) -> int:
-        steps = kv_len // _SCRATCH_STEP + 1
-        key = (batch, kv_heads, queries, steps)
-        size = sizes.get(key)
-        if size is None:
-            size = sizes[key] = scratch_bytes(batch, kv_heads, queries, steps * _SCRATCH_STEP)
-        if size > _scratch.size:
-            _scratch.buffer = torch.empty(size, dtype=torch.uint8)
-            _scratch.address, _scratch.size = _scratch.buffer.data_ptr(), size
-        return _scratch.address
-
-    return address
 
 
 def _check(status: int, kernel: Kernel) -> None:

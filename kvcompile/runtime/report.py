@@ -13,10 +13,11 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from kvcompile.runtime.handle import KVTensor
-from kvcompile.runtime.store import PagedStore, StoreBytes
+from kvcompile.runtime.store import StoreBytes
 
 if TYPE_CHECKING:
     from kvcompile.runtime.arena import Arena
+    from kvcompile.runtime.rows import Holding
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class MemoryReport:
 
     Attributes:
         layers: One entry per store, in the order in which the cache holds them.
-        stored: Bytes of tokens.
+        stored: Bytes of tokens, those of `window` among them.
+        window: Bytes of tokens stored exactly beside quantized pages: sinks and ring.
         slack: Bytes of slots without a token, in pages that this cache holds.
         unused: Bytes of pages that are free, or held by another cache of the same arena.
         allocated: Bytes of all slabs: stored + slack + unused.
@@ -52,6 +54,7 @@ class MemoryReport:
 
     layers: tuple[LayerReport, ...]
     stored: int
+    window: int
     slack: int
     unused: int
     allocated: int
@@ -67,7 +70,8 @@ class MemoryReport:
             "layer": "all",
             "rows": "",
             "tokens": "",
-            "stored": f"{self.stored:,}",
+            "pages": f"{self.stored - self.window:,}",
+            "window": f"{self.window:,}",
             "slack": f"{self.slack:,}",
             "tables": f"{self.tables:,}",
             "dense": f"{self.dense:,}",
@@ -76,7 +80,8 @@ class MemoryReport:
             table.add_column(name, footer, justify="right")
         for number, layer in enumerate(self.layers):
             part = layer.bytes
-            sizes = (part.codes, part.slack, part.block_table + part.starts + part.state)
+            tables = part.block_table + part.starts + part.state
+            sizes = (part.codes, part.window, part.slack, tables)
             table.add_row(
                 str(number),
                 str(layer.batch),
@@ -104,12 +109,14 @@ def memory_report(cache: object) -> MemoryReport:
     handles = list(handles_in(cache))
     stores = list({handle.store.key: handle.store for handle in handles if handle.store}.values())
     cells = {id(handle.cell): handle.cell for handle in handles if handle.cell is not None}
-    arenas = {id(store.arena): store.arena for store in stores}
+    holdings = [holding for store in stores for holding in store.holdings()]
+    arenas = {id(holding.arena): holding.arena for holding in holdings}
     layers = tuple(
         LayerReport(store.batch, max(store.k_len, store.v_len), store.stored_bytes())
         for store in stores
     )
-    held, stored = _pages_of(stores)
+    held, stored = _pages_of(holdings)
+    _, window = _pages_of([h for store in stores for h in store.holdings()[1:]])
     allocated = sum(arena.allocated_bytes for arena in arenas.values())
     tables = sum(_table_bytes(arena) for arena in arenas.values()) + sum(
         layer.bytes.block_table + layer.bytes.starts + layer.bytes.state for layer in layers
@@ -123,6 +130,7 @@ def memory_report(cache: object) -> MemoryReport:
     return MemoryReport(
         layers=layers,
         stored=stored,
+        window=window,
         slack=held - stored,
         unused=allocated - held,
         allocated=allocated,
@@ -152,17 +160,17 @@ def handles_in(value: object) -> Iterator[KVTensor]:
             stack.extend(reversed(list(vars(item).values())))
 
 
-def _pages_of(stores: list[PagedStore]) -> tuple[int, int]:
+def _pages_of(holdings: list[Holding]) -> tuple[int, int]:
     """Return the bytes of all distinct pages, and of the tokens in them."""
-    filled: dict[tuple[int, int], tuple[int, PagedStore]] = {}
-    for store in stores:
-        for page, tokens in store.filled_pages().items():
-            known = filled.get((id(store.arena), page), (0, store))[0]
-            filled[id(store.arena), page] = (max(tokens, known), store)
-    held = sum(store.arena.page_bytes for _, store in filled.values())
+    filled: dict[tuple[int, int], tuple[int, Holding]] = {}
+    for holding in holdings:
+        for page, tokens in holding.filled.items():
+            known = filled.get((id(holding.arena), page), (0, holding))[0]
+            filled[id(holding.arena), page] = (max(tokens, known), holding)
+    held = sum(holding.arena.page_bytes for _, holding in filled.values())
     stored = sum(
-        tokens * store.arena.page_bytes // store.layout.page_size
-        for tokens, store in filled.values()
+        tokens * holding.arena.page_bytes // holding.page_size
+        for tokens, holding in filled.values()
     )
     return held, stored
 

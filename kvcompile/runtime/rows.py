@@ -1,35 +1,60 @@
-"""Rows of pages: which pages hold a sequence, and the tensors that tell kernels so."""
+"""Rows of a store: their left padding, their pages, and the state tensor that kernels get."""
 
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from kvcompile.runtime.page_table import BATCH, KEY, PAGES, STARTS, STATE_WORDS, PageTable
 
 if TYPE_CHECKING:
     from kvcompile.runtime.arena import Arena
 
 
-class PageRows:
-    """The pages of each row of a store, reference-counted, and their block table.
+@dataclass(frozen=True)
+class Holding:
+    """The pages of one arena that a store holds.
 
     Attributes:
-        arena: Where the pages come from.
+        arena: The arena.
+        page_size: Tokens of a page.
+        filled: Page id -> tokens in it.
+    """
+
+    arena: Arena
+    page_size: int
+    filled: dict[int, int]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the tokens."""
+        return sum(self.filled.values()) * self.arena.page_bytes // self.page_size
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pages."""
+        return len(self.filled) * self.arena.page_bytes
+
+
+class PageRows:
+    """The pages of each row of a store, and what kernels need to find them.
+
+    Attributes:
+        pages: The page table.
         page_size: Tokens in a page.
         batch: B, number of rows.
         capacity: The most tokens of a row, or None.
-        state: int64[8], what kernels get.
-        block_table: int32[B, row capacity].
+        state: int64[16], what kernels get.
         starts: int32[B], virtual left-padding tokens of each row.
     """
 
     def __init__(
         self, arena: Arena, page_size: int, batch: int, capacity: int | None, key: int
     ) -> None:
-        self.arena = arena
         self.page_size = page_size
         self.batch = batch
         self.capacity = capacity
@@ -37,19 +62,25 @@ class PageRows:
         self._starts = [0] * batch
         self._padded = False
         self._padding: torch.Tensor | None = None
-        self._rows: list[list[int]] = [[] for _ in range(batch)]
         # Tokens up to here can be written without looking at a page; 0 if a page may be shared.
         self._writable = 0
-        self.state = torch.zeros(8, dtype=torch.int64)
-        self._words = (ctypes.c_int64 * 8).from_address(self.state.data_ptr())
+        self.state = torch.zeros(STATE_WORDS, dtype=torch.int64)
+        self._words = (ctypes.c_int64 * STATE_WORDS).from_address(self.state.data_ptr())
         columns = 4 if capacity is None else -(-capacity // page_size)
-        self._set_block_table(torch.zeros(batch, columns, dtype=torch.int32))
-        self._words[3] = self.starts.data_ptr()
-        self._words[5] = arena.page_bytes
-        self._words[6] = batch
-        self._words[7] = key
-        # Pages go back when the store dies, not when the interpreter ends.
-        weakref.finalize(self, _release_rows, arena, self._rows).atexit = False
+        self.pages = PageTable(arena, batch, columns, self._words, PAGES)
+        self._words[STARTS] = self.starts.data_ptr()
+        self._words[BATCH] = batch
+        self._words[KEY] = key
+
+    @property
+    def arena(self) -> Arena:
+        """Where the pages come from."""
+        return self.pages.arena
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        """int32[B, columns], page ids."""
+        return self.pages.block_table
 
     @property
     def is_padded(self) -> bool:
@@ -68,41 +99,33 @@ class PageRows:
         """Return the virtual left-padding tokens of each row."""
         return list(self._starts)
 
-    def _filled_pages(self, kept: int) -> dict[int, int]:
+    def _holdings(self, kept: int) -> list[Holding]:
         """Return the distinct pages and how many of the first `kept` tokens each holds."""
         size = self.page_size
         filled: dict[int, int] = {}
-        for row, start in zip(self._rows, self._starts, strict=True):
+        for row, start in zip(self.pages.rows, self._starts, strict=True):
             for number, page in enumerate(row):
                 tokens = min(max(kept - start - number * size, 0), size)
                 filled[page] = max(filled.get(page, 0), tokens)
-        return filled
+        return [Holding(self.arena, size, filled)]
 
-    def _pages_for(self, tokens: int) -> int:
-        return max(0, -(-tokens // self.page_size))
+    def _own_pages(self, past_len: int, end: int, *, both: bool) -> None:
+        """Make every page that holds tokens from `past_len` to `end` exist and be ours alone.
 
-    def _own_pages(self, past_len: int, end: int) -> None:
-        """Make every page that holds tokens from `past_len` to `end` exist and be ours alone."""
+        Args:
+            past_len: First token to be written.
+            end: Token behind the last one.
+            both: Whether K and V will be written, or only one of them.
+        """
         shared: list[tuple[int, int]] = []
         missing: list[int] = []
-        for b, (row, start) in enumerate(zip(self._rows, self._starts, strict=True)):
+        for b, (row, start) in enumerate(zip(self.pages.rows, self._starts, strict=True)):
             first = max(past_len - start, 0) // self.page_size
-            later = range(first, len(row))
-            shared += [(b, n) for n in later if self.arena.references(row[n]) > 1]
+            shared += [(b, n) for n in range(first, len(row)) if self.pages.is_shared(b, n)]
             missing.append(max(self._pages_for(end - start) - len(row), 0))
-        fresh = iter(self.arena.allocate(sum(missing)))
-        for b, count in enumerate(missing):
-            if count:
-                self._rows[b] += [next(fresh) for _ in range(count)]
-                self._write_row(b, len(self._rows[b]) - count)
-        for b, n in shared:
-            # Two rows may have shared the page with each other only; the first copy ends that.
-            if self.arena.references(self._rows[b][n]) > 1:
-                old, self._rows[b][n] = self._rows[b][n], self.arena.copy_page(self._rows[b][n])
-                self.arena.release([old])
-                self._write_row(b, n)
-        self._point_to_slabs()
-        reach = zip(self._rows, self._starts, strict=True)
+        self.pages.extend(missing)
+        self.pages.own(shared)
+        reach = zip(self.pages.rows, self._starts, strict=True)
         self._writable = min(
             (start + len(row) * self.page_size for row, start in reach), default=end
         )
@@ -112,55 +135,34 @@ class PageRows:
     def _drop_pages(self, kept: int) -> None:
         """Give back the pages that hold no token below `kept`."""
         self._writable = 0
-        dropped: list[int] = []
-        for row, start in zip(self._rows, self._starts, strict=True):
-            needed = self._pages_for(kept - start)
-            dropped += row[needed:]
-            del row[needed:]
-        if dropped:
-            self.arena.release(dropped)
+        self.pages.cut([self._pages_for(kept - start) for start in self._starts])
+        self._limit_starts(kept)
+
+    def _share_rows(self, sources: Sequence[tuple[PageRows, int]], kept: int) -> None:
+        """Hold the pages of rows (store, number) of others, as far as they have `kept` tokens."""
+        self._write_starts([store._starts[i] for store, i in sources])
+        for b, (store, i) in enumerate(sources):
+            self.pages.share(b, store.pages.rows[i][: self._pages_for(kept - self._starts[b])])
+        self.pages.point_to_slabs()
+
+    def _same_rows(self, other: PageRows) -> bool:
+        """Whether another store of the same kind holds the same pages and padding."""
+        return (
+            self.arena is other.arena
+            and self._starts == other._starts
+            and self.pages.rows == other.pages.rows
+        )
+
+    def _pages_for(self, tokens: int) -> int:
+        return max(0, -(-tokens // self.page_size))
+
+    def _limit_starts(self, kept: int) -> None:
+        """New tokens may take the place of padding: it is virtual only below the length."""
         if any(start > kept for start in self._starts):
-            # New tokens may take the place of padding: it is virtual only below the length.
             self._write_starts([min(start, kept) for start in self._starts])
-
-    def _share(self, rows: Sequence[Sequence[int]], starts: Sequence[int], kept: int) -> None:
-        """Hold the pages of `rows`, which others hold too, as far as they have `kept` tokens."""
-        self._write_starts(list(starts))
-        for b, (row, start) in enumerate(zip(rows, starts, strict=True)):
-            pages = row[: self._pages_for(kept - start)]
-            self.arena.retain(pages)
-            self._rows[b] += pages
-            self._write_row(b, 0)
-        self._point_to_slabs()
-
-    def _point_to_slabs(self) -> None:
-        self._words[0] = self.arena.table_address
-        self._words[4] = self.arena.shift
 
     def _write_starts(self, starts: list[int]) -> None:
         self._starts = starts
         self._padding = None
         self._padded = any(starts)
         (ctypes.c_int32 * self.batch).from_address(self.starts.data_ptr())[:] = [*starts]
-
-    def _write_row(self, row: int, first: int) -> None:
-        """Copy the page ids of a row, from index `first` on, to the block table."""
-        pages = self._rows[row]
-        columns = self.block_table.shape[1]
-        if len(pages) > columns:
-            wider = torch.zeros(self.batch, max(len(pages), columns * 2), dtype=torch.int32)
-            wider[:, :columns] = self.block_table
-            self._set_block_table(wider)
-            columns = wider.shape[1]
-        begin = row * columns
-        self._table[begin + first : begin + len(pages)] = [*pages[first:]]
-
-    def _set_block_table(self, table: torch.Tensor) -> None:
-        self.block_table = table
-        self._table = (ctypes.c_int32 * table.numel()).from_address(table.data_ptr())
-        self._words[1] = table.data_ptr()
-        self._words[2] = table.shape[1]
-
-
-def _release_rows(arena: Arena, rows: list[list[int]]) -> None:
-    arena.release([page for row in rows for page in row])

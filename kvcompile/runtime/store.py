@@ -18,10 +18,11 @@ import torch
 from kvcompile.runtime import launch
 from kvcompile.runtime.errors import CacheFullError, CacheGapError, StaleHandleError
 from kvcompile.runtime.registry import ROLES, Role, anchor_for, register
-from kvcompile.runtime.rows import PageRows
+from kvcompile.runtime.rows import Holding, PageRows
 
 if TYPE_CHECKING:
     from kvcompile.codegen.layout import RecordLayout
+    from kvcompile.codegen.spec import Compute
     from kvcompile.runtime.arena import Arena
     from kvcompile.runtime.dense import DenseCell
     from kvcompile.runtime.handle import KVTensor
@@ -35,7 +36,8 @@ class StoreBytes:
     """Bytes that one store holds.
 
     Attributes:
-        codes: Tokens actually stored; a page shared inside the store counts once.
+        codes: Tokens in pages, with their scales; a page shared inside the store counts once.
+        window: Tokens that are stored exactly beside quantized pages: sinks and ring.
         slack: Slots without a token in the pages it holds.
         block_table: Page ids.
         starts: Left-padding counts.
@@ -44,6 +46,7 @@ class StoreBytes:
     """
 
     codes: int
+    window: int
     slack: int
     block_table: int
     starts: int
@@ -66,6 +69,7 @@ class PagedStore(PageRows):
 
     Attributes:
         layout: How a record stores tokens.
+        compute: How attention multiplies quantized K and V; None if they are exact.
         num_kv_heads: K.
         dtype: Dtype of the dense K and V it stands for.
         device: Device of pages and handles.
@@ -96,6 +100,7 @@ class PagedStore(PageRows):
         token_dim: int = 2,
     ) -> None:
         self.key = register(self)
+        self.compute: Compute | None = None
         super().__init__(arena, layout.page_size, batch, capacity, self.key)
         self.layout = layout
         self.num_kv_heads = num_kv_heads
@@ -118,8 +123,13 @@ class PagedStore(PageRows):
         return (
             f"PagedStore(key {self.key}, batch {self.batch}, {self.num_kv_heads} KV heads, "
             f"K {self.k_len} and V {self.v_len} tokens, {kind}, "
-            f"{len(self.filled_pages())} pages of {self.layout.page_size})"
+            f"{sum(len(h.filled) for h in self.holdings())} pages)"
         )
+
+    @property
+    def keeps_later_tokens(self) -> bool:
+        """Whether writing at a position leaves the tokens behind it as they are."""
+        return self.capacity is not None
 
     @property
     def length(self) -> int:
@@ -174,9 +184,9 @@ class PagedStore(PageRows):
                 f"larger max_cache_len (at least {end})"
             )
         longest = max(self.k_len, self.v_len) if role is None else stored
-        if past_len < longest and self.capacity is None:
+        if past_len < longest and not self.keeps_later_tokens:
             self.truncate(past_len, role)
-        self._own_pages(past_len, end)
+        self._own_pages(past_len, end, both=role is None)
 
     def append(self, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
         """Write tokens from `past_len` on; the lengths move only with `commit`.
@@ -210,11 +220,14 @@ class PagedStore(PageRows):
             raise CacheGapError(
                 f"{length} tokens were to be committed, but only {self.appended} were appended"
             )
-        static = self.capacity is not None
+        static = self.keeps_later_tokens
         if role != "v":
             self.k_len = max(length, self.k_len) if static else length
         if role != "k":
             self.v_len = max(length, self.v_len) if static else length
+
+    def abandon(self) -> None:
+        """Forget what was appended since the last commit: the step that did it has failed."""
 
     def truncate(self, length: int, role: Role | None = None) -> None:
         """Drop the tokens from `length` on, and the pages nobody needs any more."""
@@ -247,22 +260,14 @@ class PagedStore(PageRows):
 
     def select_rows(self, index: Sequence[int]) -> PagedStore:
         """Return a store whose row i is this one's row `index[i]`, sharing pages."""
-        chosen = [self._rows[i] for i in index]
-        return self._sharing(chosen, [self._starts[i] for i in index])
+        return self._sharing([(self, i) for i in index])
 
     def joined(self, others: Sequence[PagedStore]) -> PagedStore:
         """Return a store with the rows of this one and then those of `others`, sharing pages.
 
-        All must have one arena, layout and length.
+        All must have the same arenas, layout and length.
         """
-        stores = [self, *others]
-        result = self._sharing(
-            [row for store in stores for row in store._rows],
-            [start for store in stores for start in store._starts],
-        )
-        for store in others:
-            store._writable = 0
-        return result
+        return self._sharing([(store, i) for store in (self, *others) for i in range(store.batch)])
 
     def derive(self, what: object, role: Role, make: Callable[[], PagedStore]) -> PagedStore:
         """Return the store that `make` makes, the same one for K and then for V.
@@ -298,26 +303,14 @@ class PagedStore(PageRows):
 
     def empty_like(self, batch: int | None = None) -> PagedStore:
         """Return an empty store of the same kind in the same arena."""
-        store = PagedStore(
-            self.layout,
-            self.num_kv_heads,
-            self.dtype,
-            self.device,
-            self.arena,
-            batch=self.batch if batch is None else batch,
-            capacity=self.capacity,
-            token_dim=self.token_dim,
-        )
+        store = self._new(self.batch if batch is None else batch)
+        store.compute = self.compute
         store.materializations = self.materializations
         return store
 
     def same_tokens(self, other: PagedStore) -> bool:
         """Whether both stores hold the same pages, lengths and padding."""
-        return (
-            self.arena is other.arena
-            and (self.k_len, self.v_len, self._starts) == (other.k_len, other.v_len, other._starts)
-            and self._rows == other._rows
-        )
+        return (self.k_len, self.v_len) == (other.k_len, other.v_len) and self._same_rows(other)
 
     def materialize(
         self, role: Role, length: int | None = None, operator: str = "materialize"
@@ -347,27 +340,43 @@ class PagedStore(PageRows):
         self.heads_first(dense)[:, :, :stored] = self._gather(role, stored)
         return dense
 
-    def filled_pages(self) -> dict[int, int]:
-        """Return the distinct pages and how many tokens each holds."""
-        return self._filled_pages(max(self.k_len, self.v_len))
+    def holdings(self) -> list[Holding]:
+        """Return the distinct pages of each arena and how many tokens each holds."""
+        return self._holdings(max(self.k_len, self.v_len))
 
     def stored_bytes(self) -> StoreBytes:
         """Return the exact bytes by part."""
-        filled = self.filled_pages()
-        codes = sum(filled.values()) * self.arena.page_bytes // self.layout.page_size
+        held = self.holdings()
+        codes, *window = [holding.stored_bytes for holding in held]
         return StoreBytes(
             codes=codes,
-            slack=len(filled) * self.arena.page_bytes - codes,
-            block_table=self.block_table.nbytes,
+            window=sum(window),
+            slack=sum(holding.held_bytes for holding in held) - codes - sum(window),
+            block_table=sum(table.nbytes for table in self._tables()),
             starts=self.starts.nbytes,
             state=self.state.nbytes + sum(anchor.nbytes for anchor in self.anchors.values()),
             dense=sum(cell.nbytes for cell in self.cells.values()),
         )
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return every tensor the store owns outside its arena."""
+        """Return every tensor the store owns outside its arenas."""
         cells = [tensor for cell in self.cells.values() for tensor in cell.tensors()]
-        return [self.state, self.block_table, self.starts, *self.anchors.values(), *cells]
+        return [self.state, *self._tables(), self.starts, *self.anchors.values(), *cells]
+
+    def _tables(self) -> list[torch.Tensor]:
+        return [self.block_table]
+
+    def _new(self, batch: int) -> PagedStore:
+        return PagedStore(
+            self.layout,
+            self.num_kv_heads,
+            self.dtype,
+            self.device,
+            self.arena,
+            batch=batch,
+            capacity=self.capacity,
+            token_dim=self.token_dim,
+        )
 
     def _gather(self, role: Role, length: int) -> torch.Tensor:
         if not length:
@@ -375,9 +384,10 @@ class PagedStore(PageRows):
             return torch.empty(shape, dtype=self.dtype, device=self.device)
         return launch.gather(self, role, 0, length)
 
-    def _sharing(self, rows: list[list[int]], starts: list[int]) -> PagedStore:
-        result = self.empty_like(len(rows))
+    def _sharing(self, sources: Sequence[tuple[PagedStore, int]]) -> PagedStore:
+        result = self.empty_like(len(sources))
         result.k_len, result.v_len = self.k_len, self.v_len
-        result._share(rows, starts, max(self.k_len, self.v_len))
-        self._writable = 0
+        result._share_rows(sources, max(self.k_len, self.v_len))
+        for store, _ in sources:
+            store._writable = 0
         return result

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvcompile.codegen.formats import Role
+from kvcompile.codegen.formats import TILE, Format, PartShape, Role
 from kvcompile.reference.attention import attention
+from kvcompile.runtime.page_table import (
+    BATCH,
+    EXACT_PAGES,
+    PAGES,
+    QUANTIZED,
+    RING_FROM,
+    STARTS,
+)
 
 if TYPE_CHECKING:
     from kvcompile.codegen.layout import RecordLayout
@@ -21,11 +29,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class _Run:
+    """Neighbouring tokens of a row that lie in one page.
+
+    Attributes:
+        exact: Whether the page is one of the exact pages beside quantized ones.
+        page: Number of the page in its table.
+        slot: Slot of the first token.
+        token: Position of the first token, left padding included.
+        count: Tokens.
+    """
+
+    exact: bool
+    page: int
+    slot: int
+    token: int
+    count: int
+
+
+@dataclass(frozen=True)
 class _Pages:
     """The pages of a store, found through its state tensor.
 
     Attributes:
-        words: The eight words of the state.
+        words: The words of the state.
         layout: Layout of the records.
         num_kv_heads: Records per page.
     """
@@ -36,37 +63,62 @@ class _Pages:
 
     @property
     def batch(self) -> int:
-        return self.words[6]
+        return self.words[BATCH]
 
     def start(self, row: int) -> int:
         """Return the left-padding tokens of a row."""
-        return ctypes.c_int32.from_address(self.words[3] + 4 * row).value
+        return self._count(STARTS, row)
 
-    def part(self, row: int, index: int, role: Role) -> torch.Tensor:
-        """Return one part of the records of a row's `index`-th page: a view uint8[K, bytes]."""
-        entry = self.words[1] + 4 * (row * self.words[2] + index)
+    def quantized(self, row: int) -> range:
+        """Return the pages that an append has to quantize: those from the ring's begin on."""
+        return range(self._count(RING_FROM, row), self._count(QUANTIZED, row))
+
+    def part(self, row: int, run: _Run, role: Role) -> tuple[Format, PartShape, torch.Tensor]:
+        """Return format, shape and bytes uint8[K, part] of one part of the records of a page."""
+        layout = self.layout.exact if run.exact else self.layout
+        words = EXACT_PAGES if run.exact else PAGES
+        entry = self.words[words.block_table] + 4 * (row * self.words[words.row_stride] + run.page)
         page = ctypes.c_int32.from_address(entry).value
-        slab = ctypes.c_int64.from_address(self.words[0] + 8 * (page >> self.words[4])).value
-        in_slab = page & ((1 << self.words[4]) - 1)
-        size = self.words[5]
-        buffer = (ctypes.c_uint8 * size).from_address(slab + in_slab * size)
+        shift, size = self.words[words.slab_shift], self.words[words.page_bytes]
+        slab = self.words[words.slab_table] + 8 * (page >> shift)
+        in_slab = page & ((1 << shift) - 1)
+        address = ctypes.c_int64.from_address(slab).value + in_slab * size
+        buffer = (ctypes.c_uint8 * size).from_address(address)
         records = torch.frombuffer(buffer, dtype=torch.uint8).view(self.num_kv_heads, -1)
-        offset = self.layout.v_offset
-        return records[:, :offset] if role == "k" else records[:, offset:]
+        offset = layout.v_offset
+        part = records[:, :offset] if role == "k" else records[:, offset:]
+        return layout.format(role), layout.part(role), part
 
-    def runs(self, row: int, first: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Split the tokens first..end-1 of a row by pages.
-
-        Yields:
-            (page index in the row, first slot, first token, tokens).
-        """
-        size, start = self.layout.page_size, self.start(row)
+    def runs(self, row: int, first: int, end: int) -> Iterator[_Run]:
+        """Split the tokens first..end-1 of a row by pages."""
+        start = self.start(row)
         token = max(first, start)
         while token < end:
-            page, slot = divmod(token - start, size)
-            count = min(size - slot, end - token)
-            yield page, slot, token, count
-            token += count
+            run = self._run_at(row, token - start, end - start)
+            yield replace(run, token=token)
+            token += run.count
+
+    def _run_at(self, row: int, index: int, end: int) -> _Run:
+        """Return the run that begins with the `index`-th stored token of a row."""
+        window, size = self.layout.window, self.layout.page_size
+        if window is None:
+            return self._in_page(index, end, 0, size)
+        sinks, pages = window.num_sink_tokens, window.sink_pages
+        quantized = self.quantized(row)
+        if index < sinks:
+            return replace(self._in_page(index, min(end, sinks), 0, TILE), exact=True)
+        if index < sinks + quantized.stop * size:
+            return self._in_page(index, min(end, sinks + quantized.stop * size), sinks, size)
+        run = self._in_page(index, end, sinks + quantized.start * size, TILE)
+        return replace(run, exact=True, page=pages + run.page)
+
+    @staticmethod
+    def _in_page(index: int, end: int, first: int, size: int) -> _Run:
+        page, slot = divmod(index - first, size)
+        return _Run(False, page, slot, index, min(size - slot, end - index))
+
+    def _count(self, word: int, row: int) -> int:
+        return ctypes.c_int32.from_address(self.words[word] + 4 * row).value
 
 
 def _pages(store: Store) -> _Pages:
@@ -75,34 +127,65 @@ def _pages(store: Store) -> _Pages:
 
 def append(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
     """Write k, v [B, K, S, D] as the tokens from `past_len` on; see `launch.append`."""
-    pages, layout = _pages(store), store.layout
+    pages = _pages(store)
+    new = k if k is not None else v
+    end = past_len + (0 if new is None else new.shape[2])
     roles: list[tuple[Role, torch.Tensor | None]] = [("k", k), ("v", v)]
-    for role, new in roles:
-        if new is None:
-            continue
-        format_, shape = layout.format(role), layout.part(role)
-        for row in range(pages.batch):
-            for page, slot, token, count in pages.runs(row, past_len, past_len + new.shape[2]):
-                part = pages.part(row, page, role)
+    for row in range(pages.batch):
+        for role, given in roles:
+            if given is None:
+                continue
+            for run in pages.runs(row, past_len, end):
+                if store.layout.window is not None and not run.exact:
+                    continue
+                format_, shape, part = pages.part(row, run, role)
                 dense = format_.decode(shape, part).clone()
-                first = token - past_len
-                dense[:, slot : slot + count] = new[row, :, first : first + count]
+                first = run.token - past_len
+                dense[:, run.slot : run.slot + run.count] = given[row, :, first : first + run.count]
                 part.copy_(format_.encode(shape, dense))
+        if store.layout.window is not None:
+            _quantize(pages, row, {"k": k, "v": v}, past_len)
+
+
+def _quantize(pages: _Pages, row: int, new: dict[Role, torch.Tensor | None], past_len: int) -> None:
+    """Fill the pages of a row that have become old enough, from the ring and the new tokens."""
+    window, size = pages.layout.window, pages.layout.page_size
+    assert window is not None
+    todo = pages.quantized(row)
+    ring_begin = window.num_sink_tokens + todo.start * size
+    for page in todo:
+        first = window.num_sink_tokens + page * size
+        # Tokens before `old` are in the ring already.
+        old = min(max(past_len - pages.start(row) - first, 0), size)
+        for role, given in new.items():
+            parts = []
+            for index in range(first, first + old, TILE):
+                entry = window.sink_pages + (index - ring_begin) // TILE
+                count = min(TILE, first + old - index)
+                format_, shape, part = pages.part(row, _Run(True, entry, 0, 0, count), role)
+                parts.append(format_.decode(shape, part)[:, :count])
+            if old < size:
+                assert given is not None
+                begin = first + old + pages.start(row) - past_len
+                parts.append(given[row, :, begin : begin + size - old])
+            format_, shape, part = pages.part(row, _Run(False, page, 0, 0, size), role)
+            dense = torch.cat([p.to(torch.float32) for p in parts], dim=1)
+            part.copy_(format_.encode(shape, dense))
 
 
 def gather(
     store: Store, role: Role, start: int, stop: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return the tokens start..stop-1 of one role as [B, K, T, D]; see `launch.gather`."""
-    pages, layout = _pages(store), store.layout
-    format_, part = layout.format(role), layout.part(role)
-    sizes = (pages.batch, store.num_kv_heads, stop - start, layout.head_dim(role))
+    pages = _pages(store)
+    sizes = (pages.batch, store.num_kv_heads, stop - start, store.layout.head_dim(role))
     dense = torch.zeros(sizes, dtype=dtype or store.dtype)
     for row in range(pages.batch):
-        for page, slot, token, count in pages.runs(row, start, stop):
-            stored = format_.decode(part, pages.part(row, page, role))
-            first = token - start
-            dense[row, :, first : first + count] = stored[:, slot : slot + count]
+        for run in pages.runs(row, start, stop):
+            format_, shape, part = pages.part(row, run, role)
+            stored = format_.decode(shape, part)[:, run.slot : run.slot + run.count]
+            first = run.token - start
+            dense[row, :, first : first + run.count] = stored
     return dense
 
 

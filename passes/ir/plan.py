@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvcompile.codegen.layout import RecordLayout
+    from kvcompile.codegen.spec import Compute
 
 
 @dataclass(frozen=True)
@@ -20,17 +21,24 @@ class StreamPlan:
         dtype: Dtype of the model's K and V, and of what the handle stands for.
         num_kv_heads: Records per page.
         layout: Formats, head dims and page size: the bytes of one record.
+        compute: How attention multiplies quantized K and V; None if both are exact.
     """
 
     site: int
     dtype: torch.dtype
     num_kv_heads: int
     layout: RecordLayout
+    compute: Compute | None = None
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page: `page_size` tokens of all KV heads."""
         return self.num_kv_heads * self.layout.record_bytes
+
+    @property
+    def exact_page_bytes(self) -> int:
+        """Bytes of one exact page of all KV heads, beside quantized pages."""
+        return self.num_kv_heads * self.layout.exact.record_bytes
 
     @property
     def bytes_per_token(self) -> float:

@@ -34,6 +34,7 @@ REMARK_CODES: dict[str, str] = {
     "KVC302": "no exact format for the dtype",
     "KVC303": "no kernels for the device",
     "KVC304": "head dimension too large",
+    "KVC305": "quantized K and V cannot be multiplied as asked",
     "KVC400": "rewritten to a page store",
     "KVC401": "a static buffer without a mask",
     "KVC402": "the length of the past is not an input",
@@ -45,6 +46,7 @@ REMARK_CODES: dict[str, str] = {
     "KVC502": "tokens appended in eager mode",
     "KVC503": "a handle was turned into a dense tensor",
     "KVC504": "a view of a static cache outlives a step",
+    "KVC505": "a cut inside a quantized page",
 }
 """Titles by code. 0xx backend, 1xx matching, 2xx dataflow, 3xx planning, 4xx rewriting, 5xx
 lowering and run time."""

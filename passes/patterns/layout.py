@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
 
@@ -36,7 +37,8 @@ def same_size(a: object, b: object) -> bool:
         return a == b
     left = a.node.expr if isinstance(a, torch.SymInt) else a
     right = b.node.expr if isinstance(b, torch.SymInt) else b
-    return bool(left == right)
+    # An equality that is guarded already does not always replace one symbol by the other.
+    return bool(left == right) or statically_known_true(a == b)
 
 
 def fixed(size: object) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -46,7 +47,8 @@ def group_of(shape: PartShape, x: torch.Tensor, reduce: str) -> torch.Tensor:
     """Return per element an extreme of its group, computed without the formats' own code."""
     pick = getattr(torch, reduce)
     if shape.role == "k":
-        return pick(x, dim=0, keepdim=True).expand_as(x)
+        extreme: torch.Tensor = pick(x, dim=0, keepdim=True)
+        return extreme.expand_as(x)
     size = shape.group_size
     parts = [x[:, c : c + size] for c in range(0, x.shape[1], size)]
     return torch.cat([pick(p, dim=1, keepdim=True).expand_as(p) for p in parts], dim=1)
@@ -170,4 +172,4 @@ def test_bit_widths_are_what_they_say() -> None:
         distinct = max(len(back[:, c].unique()) for c in range(64))
         assert min(2 ** (bits - 1), 32) < distinct <= 2**bits
         errors.append(float((back - x).abs().mean()))
-    assert all(more < 0.6 * fewer for fewer, more in zip(errors[1:], errors[2:], strict=False))
+    assert all(more < 0.6 * fewer for fewer, more in pairwise(errors[1:]))

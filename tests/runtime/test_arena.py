@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from kvcompile.runtime.arena import DEFAULT_SLAB_BYTES, LARGEST_SLAB_BYTES, Arena
+from kvcompile.runtime.arena import GROWTH, LARGEST_SLAB_BYTES, SMALLEST_SLAB_BYTES, Arena
 
 
 def test_a_released_page_is_reused_before_a_slab_is_added() -> None:
@@ -63,20 +63,36 @@ def test_a_copied_page_has_the_bytes_and_one_reference() -> None:
     assert (arena.references(page), arena.references(copy)) == (1, 1)
 
 
-def test_slab_size_follows_the_first_reservation_within_bounds() -> None:
-    small = Arena(4096)
-    small.allocate(1)
-    assert small.allocated_bytes == DEFAULT_SLAB_BYTES
-    medium = Arena(4096)
-    medium.allocate(2 * 16 * DEFAULT_SLAB_BYTES // 4096)
-    assert medium.page_bytes << medium.shift == 2 * DEFAULT_SLAB_BYTES
+def test_the_first_slabs_hold_what_is_expected_and_nothing_more() -> None:
     shared = Arena(4096, stores=8)
-    shared.allocate(4 * 16 * DEFAULT_SLAB_BYTES // 4096 // 8)
-    assert shared.page_bytes << shared.shift == 4 * DEFAULT_SLAB_BYTES
+    for _ in range(8):
+        shared.allocate(1000)
+    assert shared.allocated_bytes == 8 * 1000 * 4096
+    many = Arena(4096, stores=3)
+    for _ in range(3):
+        many.allocate(5000)
+    assert many.allocated_bytes == 3 * 5000 * 4096
+    assert all(slab.nbytes <= LARGEST_SLAB_BYTES for slab in many.tensors()[:2])
     large_page = Arena(3 << 20)
     large_page.allocate(1)
     assert large_page.allocated_bytes == 3 << 20
-    assert LARGEST_SLAB_BYTES % DEFAULT_SLAB_BYTES == 0
+
+
+def test_later_slabs_are_small_beside_what_is_there() -> None:
+    arena = Arena(1024)
+    arena.allocate(1)
+    held = 1
+    while arena.allocated_bytes < 40 * SMALLEST_SLAB_BYTES:
+        arena.allocate(1)
+        held += 1
+    unused = arena.allocated_bytes - held * 1024
+    assert unused <= max(SMALLEST_SLAB_BYTES, arena.allocated_bytes // GROWTH)
+    large = Arena(1024)
+    large.allocate(100_000)
+    before = large.allocated_bytes
+    large.allocate(1)
+    assert 0 < large.allocated_bytes - before <= before // GROWTH
+    assert len(set(large.allocate(3000))) == 3000
 
 
 def test_poison_fills_new_and_freed_pages() -> None:

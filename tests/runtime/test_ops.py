@@ -73,7 +73,7 @@ def test_left_padding_is_learned_and_owns_no_page(dead: float | None) -> None:
     ops.append(k, v, store.state, 0, None, given)
     store.commit(prompt)
     assert store.start_list() == padding
-    assert len(store.filled_pages()) == 3 + 1 + 1
+    assert len(store.holdings()[0].filled) == 3 + 1 + 1
     for row, pad in enumerate(padding):
         k[row, :, :pad] = 0
         v[row, :, :pad] = 0

@@ -20,7 +20,7 @@ def assert_holds(store: PagedStore, k: torch.Tensor, v: torch.Tensor) -> None:
 def test_tokens_come_back_at_page_borders(length: int) -> None:
     case = filled_store(length)
     assert_holds(case.store, case.dense_k, case.dense_v)
-    assert len(case.store.filled_pages()) == 2 * -(-length // PAGE)
+    assert len(case.store.holdings()[0].filled) == 2 * -(-length // PAGE)
 
 
 def test_at_once_in_chunks_and_one_by_one_give_the_same_bytes() -> None:
@@ -32,7 +32,7 @@ def test_at_once_in_chunks_and_one_by_one_give_the_same_bytes() -> None:
             tokens = slice(position, position + size)
             push(store, k[:, :, tokens], v[:, :, tokens])
             position += size
-        pages = [store.arena.page(page).clone() for page in store.filled_pages()]
+        pages = [store.arena.page(page).clone() for page in store.holdings()[0].filled]
         contents.append(torch.cat(pages))
     assert torch.equal(contents[0], contents[1])
     assert torch.equal(contents[0], contents[2])
@@ -180,7 +180,7 @@ def test_left_padding_owns_no_page_and_reads_as_zeros() -> None:
         k[row, :, :start] = 0
         v[row, :, :start] = 0
     assert_holds(store, k, v)
-    assert len(store.filled_pages()) == 2 + 1 + 0
+    assert len(store.holdings()[0].filled) == 2 + 1 + 0
     k1, v1 = new_tokens(3, 1)
     push(store, k1, v1)
     assert_holds(store, torch.cat([k, k1], 2), torch.cat([v, v1], 2))
@@ -247,4 +247,5 @@ def test_block_table_and_state_follow_growth() -> None:
     assert state[2] == store.block_table.shape[1] >= 40
     assert state[0] == store.arena.slab_table.data_ptr()
     assert state[3] == store.starts.data_ptr()
-    assert state[4:].tolist() == [store.arena.shift, store.arena.page_bytes, 2, store.key]
+    assert state[4:8].tolist() == [store.arena.shift, store.arena.page_bytes, 2, store.key]
+    assert not state[8:].any()

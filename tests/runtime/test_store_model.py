@@ -98,11 +98,13 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def no_page_is_lost_or_shared_by_mistake(self) -> None:
         stores = [model.store for model in self.models]
-        held = {page for store in stores for page in store.filled_pages()}
+        held = {page for store in stores for page in store.holdings()[0].filled}
         assert self.arena.used_pages == len(held)
         for store in stores:
             part = store.stored_bytes()
-            assert part.codes + part.slack == len(store.filled_pages()) * self.arena.page_bytes
+            assert (
+                part.codes + part.slack == len(store.holdings()[0].filled) * self.arena.page_bytes
+            )
             assert store.arena.page_bytes == HEADS * store.layout.record_bytes
 
 

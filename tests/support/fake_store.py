@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from kvcompile.codegen.layout import RecordLayout
+from kvcompile.codegen.spec import Compute
 
 Role = Literal["k", "v"]
 POISON = 0xFF
@@ -20,12 +21,16 @@ class FakeStore:
 
     Attributes:
         layout: Layout of the records.
+        compute: None: the pages are exact.
         num_kv_heads: Records per page.
         dtype: Dtype of gathered tensors.
         batch: Rows.
         state: int64[8], what kernels read.
         memory: All pages, uint8[pages, K, record bytes], in the order of their ids.
     """
+
+    extra_roundings = 0
+    """Of an element, on the way from its word to a product: see `Problem.bound`."""
 
     def __init__(
         self,
@@ -53,6 +58,7 @@ class FakeStore:
             slab_shift: log2(pages per slab).
         """
         self.layout = layout
+        self.compute: Compute | None = None
         self.num_kv_heads = num_kv_heads
         self.dtype = dtype
         self.batch = len(starts)
@@ -94,3 +100,7 @@ class FakeStore:
         for row, start in enumerate(self.starts.tolist()):
             shifted[row, :, start:] = dense[row, :, : max(tokens - start, 0)]
         return shifted
+
+    def terms(self, role: Role, tokens: int) -> torch.Tensor:
+        """Return the sum of the magnitudes that each element is computed from: itself."""
+        return self.stored(role, tokens).abs()

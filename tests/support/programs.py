@@ -20,7 +20,7 @@ from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.store import PagedStore
 
-OPTIONS = PassOptions(kv_cache_dtype="auto", page_size=32, isa="avx512")
+OPTIONS = PassOptions(isa="avx512")
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcompile.codegen.layout import RecordLayout
+from kvcompile.codegen.layout import RecordLayout, Window
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.handle import KVTensor
+from kvcompile.runtime.quantized_store import QuantizedStore
 from kvcompile.runtime.store import PagedStore
 
 PAGE = 16
@@ -28,6 +29,35 @@ def empty_store(
     layout = RecordLayout("fp32", "fp32", DIM_QK, DIM_VO, page_size)
     arena = arena or Arena(layout.page_bytes(HEADS))
     return PagedStore(layout, HEADS, torch.float32, "cpu", arena, batch=batch, capacity=capacity)
+
+
+def quantized_store(
+    *,
+    batch: int = 2,
+    capacity: int | None = None,
+    k_format: str = "int4",
+    v_format: str = "int4",
+    page_size: int = PAGE,
+    sinks: int = 3,
+    residual: int = 5,
+    dtype: torch.dtype = torch.float32,
+) -> QuantizedStore:
+    """Return a store of quantized records."""
+    exact = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    layout = RecordLayout(
+        k_format, v_format, DIM_QK, DIM_VO, page_size, 16, Window(exact, sinks, residual)
+    )
+    store = QuantizedStore(
+        layout,
+        HEADS,
+        dtype,
+        "cpu",
+        (Arena(layout.page_bytes(HEADS)), Arena(layout.exact.page_bytes(HEADS))),
+        batch=batch,
+        capacity=capacity,
+    )
+    store.compute = "fp32"
+    return store
 
 
 def new_tokens(batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

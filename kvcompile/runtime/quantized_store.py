@@ -1,0 +1,325 @@
+"""A page store whose pages are quantized, with the first and the most recent tokens exact.
+
+Each row is sinks, then quantized pages, then the ring (see `codegen.layout.Window`). Sinks and ring
+lie in exact pages of 16 tokens from an arena of their own; a page of the ring is quantized once,
+when enough tokens follow it, and its exact pages are given back. A quantized page is never changed,
+so shared ones need no copy. How many pages are quantized depends on the length alone: the same
+tokens give the same bytes, appended at once or one by one.
+
+An append quantizes what it makes old enough, but `commit` gives the exact pages back. Until then
+the step can be repeated from the very same past.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcompile.codegen.formats import TILE
+from kvcompile.passes.ir.remarks import Remark, emit
+from kvcompile.runtime import launch
+from kvcompile.runtime.page_table import EXACT_PAGES, HOLE, QUANTIZED, RING_FROM, PageTable
+from kvcompile.runtime.rows import Holding, PageRows
+from kvcompile.runtime.store import PagedStore
+
+if TYPE_CHECKING:
+    from kvcompile.codegen.layout import RecordLayout
+    from kvcompile.runtime.arena import Arena
+    from kvcompile.runtime.registry import Role
+
+
+class QuantizedStore(PagedStore):
+    """K and V of one layer in quantized pages, sinks and ring.
+
+    Attributes:
+        exact: Exact pages of each row: those of the sinks, then those of the ring.
+        quantized: int32[B], quantized pages of each row.
+        ring_from: int32[B], the page whose first token begins the ring's first exact page. It is
+            less than `quantized` between an append and its commit.
+    """
+
+    def __init__(
+        self,
+        layout: RecordLayout,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        arenas: tuple[Arena, Arena],
+        *,
+        batch: int,
+        capacity: int | None = None,
+        token_dim: int = 2,
+    ) -> None:
+        """Make an empty store.
+
+        Args:
+            layout: How a record stores tokens; it has a window.
+            num_kv_heads: K.
+            dtype: Dtype of the dense K and V it stands for.
+            device: Device of pages and handles.
+            arenas: Where quantized pages and where exact pages come from.
+            batch: Rows.
+            capacity: Tokens of a static buffer, or None for a cache that grows.
+            token_dim: Dimension of the dense K and V that counts tokens.
+        """
+        arena, exact_arena = arenas
+        super().__init__(
+            layout,
+            num_kv_heads,
+            dtype,
+            device,
+            arena,
+            batch=batch,
+            capacity=capacity,
+            token_dim=token_dim,
+        )
+        assert layout.window is not None
+        self._window = layout.window
+        self.exact = PageTable(exact_arena, batch, 16, self._words, EXACT_PAGES)
+        self.quantized = torch.zeros(batch, dtype=torch.int32)
+        self.ring_from = torch.zeros(batch, dtype=torch.int32)
+        self._words[QUANTIZED] = self.quantized.data_ptr()
+        self._words[RING_FROM] = self.ring_from.data_ptr()
+        self._quantized = [0] * batch
+        self._ring_from = [0] * batch
+
+    @property
+    def keeps_later_tokens(self) -> bool:
+        """Writing at a position drops the tokens behind it, in a static buffer too."""
+        return False
+
+    def commit(self, length: int, role: Role | None = None) -> None:
+        """Declare the tokens below `length` stored, and give back what was quantized.
+
+        Raises:
+            CacheGapError: If they were not appended.
+        """
+        super().commit(length, role)
+        if role is not None and self.k_len == self.v_len:
+            # Eager code appends K and V one after the other; pages are quantized once both are in.
+            self._own_pages(length, length, both=True)
+            if self._quantized != self._ring_from:
+                launch.flush(self, length)
+        if self._quantized != self._ring_from:
+            self._release_quantized()
+
+    def abandon(self) -> None:
+        """Forget what was appended since the last commit: the step that did it has failed."""
+        if self._quantized != self._ring_from:
+            self._forget_uncommitted()
+
+    def holdings(self) -> list[Holding]:
+        """Return the distinct pages, quantized ones first, and how many tokens each holds."""
+        kept = max(self.k_len, self.v_len)
+        filled: dict[int, int] = {}
+        exact: dict[int, int] = {}
+        for b, start in enumerate(self._starts):
+            stored = max(kept - start, 0)
+            for number, page in enumerate(self.pages.rows[b]):
+                if number < self._quantized[b]:
+                    filled[page] = self.page_size
+                else:
+                    filled.setdefault(page, 0)
+            for number, page in enumerate(self.exact.rows[b]):
+                tokens = self._tokens_in_exact_page(b, number, stored)
+                if page != HOLE:
+                    exact[page] = max(exact.get(page, 0), tokens)
+        return [
+            Holding(self.arena, self.page_size, filled),
+            Holding(self.exact.arena, TILE, exact),
+        ]
+
+    def _tokens_in_exact_page(self, row: int, number: int, stored: int) -> int:
+        sinks, pages = self._window.num_sink_tokens, self._window.sink_pages
+        if number < pages:
+            first, end = number * TILE, min(sinks, stored)
+        else:
+            first = sinks + self._ring_from[row] * self.page_size + (number - pages) * TILE
+            end = stored
+        return min(max(end - first, 0), TILE)
+
+    def _exact_pages_for(self, stored: int, ring_from: int) -> int:
+        """Return the entries of the exact table that a row of `stored` tokens needs."""
+        ring = stored - self._window.num_sink_tokens - ring_from * self.page_size
+        if ring > 0:
+            return self._window.sink_pages + -(-ring // TILE)
+        return -(-min(stored, self._window.num_sink_tokens) // TILE) if stored > 0 else 0
+
+    def _own_pages(self, past_len: int, end: int, *, both: bool) -> None:
+        """Make room for tokens from `past_len` to `end`, and decide which pages to quantize."""
+        self.abandon()
+        window, size = self._window, self.page_size
+        quantized, missing, missing_exact, holes = [], [], [], []
+        shared: list[tuple[int, int]] = []
+        for b, start in enumerate(self._starts):
+            stored, ring_from = max(end - start, 0), self._ring_from[b]
+            full = max(window.full_pages(stored, size), ring_from) if both else ring_from
+            quantized.append(full)
+            missing.append(full - len(self.pages.rows[b]))
+            # Entries of the exact table: whatever of the pages to quantize is not there already
+            # is quantized straight from the new tokens, and needs no exact page.
+            have, need = len(self.exact.rows[b]), self._exact_pages_for(stored, ring_from)
+            ring_entry = window.sink_pages + (full - ring_from) * size // TILE
+            sink_entries = max(min(window.sink_pages, need) - have, 0)
+            skipped = max(min(ring_entry, need) - max(have, window.sink_pages), 0)
+            first = self._entry_of(max(past_len - start, 0), ring_from)
+            shared += [(b, n) for n in range(first, have) if self.exact.is_shared(b, n)]
+            holes.append(skipped)
+            missing_exact.append((sink_entries, max(need - have, 0) - sink_entries - skipped))
+        self.pages.extend(missing)
+        self.exact.extend([sinks for sinks, _ in missing_exact])
+        self.exact.extend([ring for _, ring in missing_exact], holes)
+        self.exact.own(shared)
+        self._set_quantized(quantized, self._ring_from)
+        self._set_writable()
+
+    def _entry_of(self, token: int, ring_from: int) -> int:
+        """Return the entry of the exact table that a token lies in, were it not quantized."""
+        window = self._window
+        if token < window.num_sink_tokens:
+            return token // TILE
+        ring = token - window.num_sink_tokens - ring_from * self.page_size
+        return window.sink_pages + max(ring, 0) // TILE
+
+    def _set_writable(self) -> None:
+        """Note how far tokens can be appended without a new page and without quantizing one."""
+        self._writable = 0
+        if self._quantized != self._ring_from:
+            return
+        window, size = self._window, self.page_size
+        reach = []
+        for b, start in enumerate(self._starts):
+            entries, full = len(self.exact.rows[b]), self._ring_from[b]
+            room = min(entries * TILE, window.num_sink_tokens)
+            if entries > window.sink_pages:
+                room = window.num_sink_tokens + full * size + (entries - window.sink_pages) * TILE
+            still_exact = window.num_sink_tokens + window.residual_length + (full + 1) * size - 1
+            reach.append(start + min(room, still_exact))
+        self._writable = min(reach, default=0)
+        if self.capacity is not None:
+            self._writable = min(self._writable, self.capacity)
+
+    def _release_quantized(self) -> None:
+        """Give back the exact pages of tokens that are quantized now."""
+        for b, (full, ring_from) in enumerate(zip(self._quantized, self._ring_from, strict=True)):
+            if full != ring_from:
+                count = (full - ring_from) * self.page_size // TILE
+                self.exact.remove(b, self._window.sink_pages, count)
+        self._set_quantized(self._quantized, self._quantized)
+        self._set_writable()
+
+    def _forget_uncommitted(self) -> None:
+        """Go back to the pages of the last commit."""
+        self._set_quantized(self._ring_from, self._ring_from)
+        self.pages.cut(self._quantized)
+        kept = max(self.k_len, self.v_len)
+        needed = zip(self._starts, self._ring_from, strict=True)
+        self.exact.cut([self._exact_pages_for(kept - start, full) for start, full in needed])
+
+    def _drop_pages(self, kept: int) -> None:
+        """Give back the pages without a token below `kept`.
+
+        Tokens of a page that is cut in two become part of the ring again, as they were decoded.
+        """
+        self.abandon()
+        self._writable = 0
+        window, size = self._window, self.page_size
+        full = [
+            min(have, max(kept - start - window.num_sink_tokens, 0) // size)
+            for start, have in zip(self._starts, self._quantized, strict=True)
+        ]
+        decoded = self._decode_cut_pages(kept, full)
+        cut = [f < have for f, have in zip(full, self._quantized, strict=True)]
+        self._set_quantized(full, full)
+        self.pages.cut(full)
+        self.exact.cut(
+            [
+                min(
+                    self._exact_pages_for(kept - start, f), window.sink_pages if is_cut else 1 << 62
+                )
+                for start, f, is_cut in zip(self._starts, full, cut, strict=True)
+            ]
+        )
+        if decoded is not None:
+            first, k, v = decoded
+            self._own_pages(first, kept, both=False)
+            launch.append(self, k, v, first)
+            self._writable = 0
+        self._limit_starts(kept)
+
+    def _decode_cut_pages(
+        self, kept: int, full: Sequence[int]
+    ) -> tuple[int, torch.Tensor, torch.Tensor] | None:
+        """Return the tokens that lie in quantized pages which do not stay whole.
+
+        Returns:
+            First position, and K and V [B, K, S, D] from there to `kept`; None if there are none.
+        """
+        sinks, size = self._window.num_sink_tokens, self.page_size
+        firsts = [
+            start + sinks + f * size
+            for start, f, have in zip(self._starts, full, self._quantized, strict=True)
+            if f < have and kept > start + sinks + f * size
+        ]
+        if not firsts:
+            return None
+        emit(
+            Remark(
+                kind="note",
+                code="KVC505",
+                origin="crop",
+                site="",
+                where="",
+                reason="a cache was cut inside a quantized page; the tokens that stay of it will "
+                "be quantized a second time",
+                hint="a larger residual_length keeps more of the recent tokens exact",
+            ),
+            once="crop",
+        )
+        first = min(firsts)
+        return first, launch.gather(self, "k", first, kept), launch.gather(self, "v", first, kept)
+
+    def _set_quantized(self, quantized: list[int], ring_from: list[int]) -> None:
+        self._quantized, self._ring_from = list(quantized), list(ring_from)
+        for tensor, numbers in ((self.quantized, quantized), (self.ring_from, ring_from)):
+            (ctypes.c_int32 * self.batch).from_address(tensor.data_ptr())[:] = [*numbers]
+
+    def _share_rows(self, sources: Sequence[tuple[PageRows, int]], kept: int) -> None:
+        stores = [store for store, _ in sources if isinstance(store, QuantizedStore)]
+        for store in stores:
+            store.abandon()
+        self._write_starts([store._starts[i] for store, i in sources])
+        full = [store._quantized[i] for store, (_, i) in zip(stores, sources, strict=True)]
+        for b, (store, (_, i)) in enumerate(zip(stores, sources, strict=True)):
+            needed = self._exact_pages_for(kept - self._starts[b], full[b])
+            self.pages.share(b, store.pages.rows[i][: full[b]])
+            self.exact.share(b, store.exact.rows[i][:needed])
+        self.pages.point_to_slabs()
+        self.exact.point_to_slabs()
+        self._set_quantized(full, full)
+
+    def _same_rows(self, other: PageRows) -> bool:
+        return (
+            isinstance(other, QuantizedStore)
+            and super()._same_rows(other)
+            and self.exact.arena is other.exact.arena
+            and self.exact.rows == other.exact.rows
+        )
+
+    def _tables(self) -> list[torch.Tensor]:
+        return [self.block_table, self.exact.block_table, self.quantized, self.ring_from]
+
+    def _new(self, batch: int) -> PagedStore:
+        return QuantizedStore(
+            self.layout,
+            self.num_kv_heads,
+            self.dtype,
+            self.device,
+            (self.arena, self.exact.arena),
+            batch=batch,
+            capacity=self.capacity,
+            token_dim=self.token_dim,
+        )

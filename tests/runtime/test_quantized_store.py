@@ -1,0 +1,280 @@
+"""Stores with quantized pages, against a row-by-row model of what is quantized and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcompile.codegen.layout import RecordLayout, Window
+from kvcompile.runtime.arena import Arena
+from kvcompile.runtime.errors import CacheGapError
+from kvcompile.runtime.handle import KVTensor
+from kvcompile.runtime.quantized_store import QuantizedStore
+from kvcompile.runtime.report import memory_report
+from tests.support.stores import HEADS, PAGE, new_tokens, push, quantized_store
+
+
+@dataclass
+class Row:
+    """The tokens of one sequence, as a cache returns them, and how many pages are quantized."""
+
+    layout: RecordLayout
+    start: int
+    k: torch.Tensor
+    v: torch.Tensor
+    full: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Add tokens [K, S, D] and quantize what has become old enough."""
+        window, size = self.layout.window, self.layout.page_size
+        assert window is not None
+        self.k = torch.cat([self.k, k], 1)
+        self.v = torch.cat([self.v, v], 1)
+        stored = self.k.shape[1]
+        while window.num_sink_tokens + (self.full + 1) * size + window.residual_length <= stored:
+            first = window.num_sink_tokens + self.full * size
+            page = slice(first, first + size)
+            k, v = self.layout.unpack(self.layout.pack(self.k[:, page], self.v[:, page]))
+            self.k[:, page], self.v[:, page] = k.to(self.dtype), v.to(self.dtype)
+            self.full += 1
+
+    def truncate(self, stored: int) -> None:
+        """Drop tokens; a page that is cut becomes part of the ring again."""
+        window = self.layout.window
+        assert window is not None
+        self.k, self.v = self.k[:, :stored], self.v[:, :stored]
+        whole = max(stored - window.num_sink_tokens, 0) // self.layout.page_size
+        self.full = min(self.full, whole)
+
+    def copy(self) -> Row:
+        """Return an independent row with the same tokens."""
+        return Row(self.layout, self.start, self.k.clone(), self.v.clone(), self.full, self.dtype)
+
+
+@dataclass
+class Model:
+    """A store and its rows."""
+
+    store: QuantizedStore
+    rows: list[Row]
+    length: int = 0
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, position: int) -> None:
+        """Append K, V [B, K, S, D] at a position."""
+        if position < self.length:
+            self.truncate(position)
+        self.length = position + k.shape[2]
+        for b, row in enumerate(self.rows):
+            first = max(row.start - position, 0)
+            row.append(k[b, :, first:], v[b, :, first:])
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens from a position on."""
+        self.length = min(self.length, length)
+        for row in self.rows:
+            row.truncate(max(self.length - row.start, 0))
+            row.start = min(row.start, self.length)
+
+    def check(self) -> None:
+        """Hold the store against the rows, bit by bit."""
+        assert self.store.k_len == self.store.v_len == self.length
+        assert self.store.quantized.tolist() == [row.full for row in self.rows]
+        k, v = self.store.materialize("k"), self.store.materialize("v")
+        for b, row in enumerate(self.rows):
+            assert torch.equal(k[b, :, row.start :], row.k.to(k.dtype))
+            assert torch.equal(v[b, :, row.start :], row.v.to(v.dtype))
+            assert not k[b, :, : row.start].any()
+
+
+def new_model(store: QuantizedStore, starts: list[int]) -> Model:
+    """Return the model of an empty store with left padding."""
+    store.set_starts(starts)
+    dims = (store.layout.head_dim_qk, store.layout.head_dim_vo)
+    k, v = (torch.empty(HEADS, 0, dim, dtype=store.dtype) for dim in dims)
+    return Model(store, [Row(store.layout, start, k, v, dtype=store.dtype) for start in starts])
+
+
+class QuantizedMachine(RuleBasedStateMachine):
+    """Related stores are appended to, cropped, forked, reordered and freed."""
+
+    @initialize(batch=st.integers(1, 3), data=st.data())
+    def begin(self, batch: int, data: st.DataObject) -> None:
+        starts = data.draw(st.lists(st.integers(0, PAGE + 2), min_size=batch, max_size=batch))
+        sinks, residual = data.draw(st.sampled_from([(0, 0), (3, 5), (4, 16), (17, 40)]))
+        store = quantized_store(batch=batch, sinks=sinks, residual=residual)
+        self.arenas = (store.arena, store.exact.arena)
+        model = new_model(store, starts)
+        self.models = [model]
+        self.grow(model, data.draw(st.integers(1, 5 * PAGE)), 0)
+
+    def pick(self, data: st.DataObject) -> Model:
+        return self.models[data.draw(st.integers(0, len(self.models) - 1))]
+
+    def grow(self, model: Model, tokens: int, position: int) -> None:
+        k, v = new_tokens(model.store.batch, tokens)
+        model.store.append(k, v, position)
+        model.store.commit(position + tokens)
+        model.append(k, v, position)
+
+    @rule(data=st.data(), tokens=st.integers(1, 4 * PAGE), crop=st.integers(0, 4))
+    def append(self, data: st.DataObject, tokens: int, crop: int) -> None:
+        model = self.pick(data)
+        self.grow(model, tokens, max(model.length - crop, 0))
+
+    @rule(data=st.data(), tokens=st.integers(1, 6 * PAGE))
+    def append_and_fail(self, data: st.DataObject, tokens: int) -> None:
+        model = self.pick(data)
+        model.store.append(*new_tokens(model.store.batch, tokens), model.length)
+        model.store.abandon()
+
+    @rule(data=st.data(), tokens=st.integers(1, 6 * PAGE))
+    def fail_and_repeat(self, data: st.DataObject, tokens: int) -> None:
+        model = self.pick(data)
+        model.store.append(*new_tokens(model.store.batch, tokens), model.length)
+        self.grow(model, tokens, model.length)
+
+    @rule(data=st.data(), tokens=st.integers(1, 3 * PAGE))
+    def append_k_then_v(self, data: st.DataObject, tokens: int) -> None:
+        """What eager code does."""
+        model = self.pick(data)
+        k, v = new_tokens(model.store.batch, tokens)
+        position = model.length
+        model.store.append(k, None, position)
+        model.store.commit(position + tokens, "k")
+        model.store.append(None, v, position)
+        model.store.commit(position + tokens, "v")
+        model.append(k, v, position)
+
+    @rule(data=st.data(), length=st.integers(0, 8 * PAGE))
+    def truncate(self, data: st.DataObject, length: int) -> None:
+        model = self.pick(data)
+        model.store.truncate(length)
+        model.truncate(length)
+
+    @precondition(lambda self: len(self.models) < 5)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        model = self.pick(data)
+        fork = model.store.fork()
+        assert isinstance(fork, QuantizedStore)
+        self.models.append(Model(fork, [row.copy() for row in model.rows], model.length))
+
+    @precondition(lambda self: len(self.models) < 5)
+    @rule(data=st.data(), rows=st.integers(1, 4))
+    def select_rows(self, data: st.DataObject, rows: int) -> None:
+        model = self.pick(data)
+        index = data.draw(
+            st.lists(st.integers(0, model.store.batch - 1), min_size=rows, max_size=rows)
+        )
+        chosen = model.store.select_rows(index)
+        assert isinstance(chosen, QuantizedStore)
+        self.models.append(Model(chosen, [model.rows[i].copy() for i in index], model.length))
+
+    @precondition(lambda self: len(self.models) > 1)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        self.models.remove(self.pick(data))
+
+    @invariant()
+    def every_store_is_its_model(self) -> None:
+        for model in self.models:
+            model.check()
+
+    @invariant()
+    def no_page_is_lost(self) -> None:
+        stores = [model.store for model in self.models]
+        for arena, tables in zip(
+            self.arenas,
+            ([s.pages for s in stores], [s.exact for s in stores]),
+            strict=True,
+        ):
+            pages = {page for table in tables for row in table.rows for page in row if page >= 0}
+            assert arena.used_pages == len(pages)
+
+
+QuantizedMachine.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=25, deadline=None
+)
+TestQuantizedStores = QuantizedMachine.TestCase
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("formats", [("int8", "int2"), ("bf16", "int4"), ("fp8", "fp8")])
+def test_however_the_tokens_come_the_bytes_are_the_same(
+    dtype: torch.dtype, formats: tuple[str, str]
+) -> None:
+    k, v = (x.to(dtype) for x in new_tokens(2, 5 * PAGE + 3))
+    found = []
+    for steps in ([5 * PAGE + 3], [1] * (5 * PAGE + 3), [7, PAGE, 2 * PAGE + 1, 1, PAGE * 2 - 6]):
+        store = quantized_store(k_format=formats[0], v_format=formats[1], dtype=dtype)
+        store.set_starts([0, 2])
+        position = 0
+        for step in steps:
+            part = slice(position, position + step)
+            push(store, k[:, :, part], v[:, :, part], position)
+            position += step
+        records = [store.arena.page(page) for row in store.pages.rows for page in row]
+        found.append((store.materialize("k"), store.materialize("v"), torch.stack(records)))
+    assert found[0][2].shape[0] == 8
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_bytes_by_part_and_what_is_freed() -> None:
+    store = quantized_store(batch=1, sinks=4, residual=16)
+    record = store.layout.page_bytes(HEADS)
+    exact = store.layout.exact.page_bytes(HEADS)
+    push(store, *new_tokens(1, 10 * PAGE))
+    parts = store.stored_bytes()
+    # 4 sinks; 8 pages are quantized, for 16 tokens must follow; 28 are in the ring.
+    assert store.quantized.tolist() == [8]
+    assert parts.codes == 8 * record
+    assert parts.window == (4 + 28) * exact // 16
+    assert store.exact.arena.used_pages == 1 + 2
+    dense = 2 * HEADS * 4 * (8 + 5) // 2 * 10 * PAGE
+    assert parts.codes + parts.window + parts.slack < 0.75 * dense
+
+
+def test_a_static_buffer_is_truncated_by_an_earlier_position() -> None:
+    store = quantized_store(batch=1, capacity=20 * PAGE)
+    k, v = new_tokens(1, 6 * PAGE)
+    push(store, k, v)
+    again = new_tokens(1, 2)
+    push(store, *again, 2 * PAGE)
+    assert store.length == 2 * PAGE + 2
+    assert torch.equal(store.materialize("k")[:, :, 2 * PAGE : 2 * PAGE + 2], again[0])
+    assert not store.materialize("k")[:, :, 2 * PAGE + 2 :].any()
+    with pytest.raises(CacheGapError, match="start at 34"):
+        store.append(*new_tokens(1, 1), 40)
+
+
+@pytest.mark.parametrize(("name", "most"), [("int8", 0.56), ("int4", 0.30), ("int2", 0.18)])
+def test_all_bytes_beside_dense_bf16_at_8192_tokens(name: str, most: float) -> None:
+    """SmolLM2-135M's 30 layers of 3 KV heads, filled by one prompt and some decoding steps."""
+    layers, heads, tokens, steps = 30, 3, 8192, 16
+    layout = RecordLayout(name, name, 64, 64, 64, window=Window("bf16", 4, 64))
+    arena = Arena(layout.page_bytes(heads), stores=layers)
+    exact = Arena(layout.exact.page_bytes(heads), stores=layers)
+    k, v = torch.randn(2, 1, heads, tokens, 64).bfloat16()
+    stores = []
+    for _ in range(layers):
+        store = QuantizedStore(layout, heads, torch.bfloat16, "cpu", (arena, exact), batch=1)
+        store.append(k[:, :, :-steps], v[:, :, :-steps], 0)
+        store.commit(tokens - steps)
+        stores.append(store)
+    for position in range(tokens - steps, tokens):
+        for store in stores:
+            new = slice(position, position + 1)
+            push(store, k[:, :, new], v[:, :, new])
+    handles = [(KVTensor.of(store, "k"), KVTensor.of(store, "v")) for store in stores]
+    report = memory_report(handles)
+    tensors = [*arena.tensors(), *exact.tensors(), *(t for s in stores for t in s.tensors())]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    assert report.total == sum(storages.values())
+    assert report.total / (layers * (k.nbytes + v.nbytes)) <= most
