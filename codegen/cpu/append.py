@@ -9,6 +9,7 @@ from kvcompile.codegen.cpu.pages import (
     record_layout,
     supports_pages,
 )
+from kvcompile.codegen.cpu.quantized_append import quantized_append_text
 from kvcompile.codegen.cpu.scalars import CTYPE, convert
 from kvcompile.codegen.cpu.text import render
 from kvcompile.codegen.formats import Role, padded_channels
@@ -16,12 +17,12 @@ from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import KernelSpec
 
 WRITE = """
-static inline void write_$role($word* part, int slot, const $ctype* x /* [$head_dim] */) {
-  for (int c = 0; c < $head_dim; ++c) part[${role}_index(slot, c)] = $converted;
+static inline void write_$name($word* part, int slot, const $ctype* x /* [$head_dim] */) {
+  for (int c = 0; c < $head_dim; ++c) part[${name}_index(slot, c)] = $converted;
 $pad}
 """
 
-PAD = """  for (int c = $head_dim; c < $channels; ++c) part[${role}_index(slot, c)] = 0;
+PAD = """  for (int c = $head_dim; c < $channels; ++c) part[${name}_index(slot, c)] = 0;
 """
 
 MAIN = """
@@ -51,20 +52,33 @@ $signature
 """
 
 
-def _write_text(spec: KernelSpec, role: Role) -> str:
+def _write_text(spec: KernelSpec, role: Role, prefix: str = "") -> str:
     head_dim = spec.head_dim_qk if role == "k" else spec.head_dim_vo
-    channels, name = padded_channels(head_dim), part_format(spec, role)
+    channels, name = padded_channels(head_dim), prefix + role
+    stored = spec.dtype if prefix else part_format(spec, role)
     pad = ""
     if channels > head_dim:
-        pad = render(PAD, role=role, head_dim=head_dim, channels=channels) + "\n"
+        pad = render(PAD, name=name, head_dim=head_dim, channels=channels) + "\n"
     return render(
         WRITE,
-        role=role,
-        word=CTYPE[name],
+        name=name,
+        word=CTYPE[stored],
         ctype=CTYPE[spec.dtype],
         head_dim=head_dim,
-        converted=convert(spec.dtype, name, "x[c]"),
+        converted=convert(spec.dtype, stored, "x[c]"),
         pad=pad,
+    )
+
+
+def _main_text(spec: KernelSpec) -> str:
+    return render(
+        MAIN,
+        signature=signature_text(spec),
+        ctype=CTYPE[spec.dtype],
+        k_word=CTYPE[spec.k_format],
+        v_word=CTYPE[spec.v_format],
+        page_size=spec.page_size,
+        v_offset=record_layout(spec).v_offset,
     )
 
 
@@ -77,14 +91,7 @@ class AppendGenerator:
 
     def generate(self, spec: KernelSpec) -> KernelSource:
         """Print the kernel of `spec`."""
-        main = render(
-            MAIN,
-            signature=signature_text(spec),
-            ctype=CTYPE[spec.dtype],
-            k_word=CTYPE[spec.k_format],
-            v_word=CTYPE[spec.v_format],
-            page_size=spec.page_size,
-            v_offset=record_layout(spec).v_offset,
-        )
-        parts = (_write_text(spec, "k"), _write_text(spec, "v"), main)
+        prefix = "exact_" if spec.is_grouped else ""
+        main = quantized_append_text(spec) if spec.is_grouped else _main_text(spec)
+        parts = (_write_text(spec, "k", prefix), _write_text(spec, "v", prefix), main)
         return copy_kernel(spec, "new K and V into their pages", "k_BKSD, v_BKSD", *parts)

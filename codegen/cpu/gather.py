@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from kvcompile.codegen.cpu.abi import signature_text
+from kvcompile.codegen.cpu.decode import decode_text
 from kvcompile.codegen.cpu.pages import (
     copy_kernel,
+    is_exact,
     part_format,
     record_layout,
     supports_pages,
 )
+from kvcompile.codegen.cpu.quantized_gather import quantized_gather_text
+from kvcompile.codegen.cpu.rounding import WIDEN_E4M3
 from kvcompile.codegen.cpu.scalars import CTYPE, convert
 from kvcompile.codegen.cpu.text import render
 from kvcompile.codegen.formats import Role
@@ -16,7 +20,7 @@ from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import KernelSpec
 
 READ = """
-static inline void read_$role(const $word* part, int slot, $ctype* x /* [$head_dim] */) {
+static inline void read_$name(const $word* part, int slot, $ctype* x /* [$head_dim] */) {
   for (int c = 0; c < $head_dim; ++c) x[c] = $converted;
 }
 """
@@ -54,15 +58,32 @@ $signature
 """
 
 
-def _read_text(spec: KernelSpec, role: Role) -> str:
-    name = part_format(spec, role)
+def _read_text(spec: KernelSpec, role: Role, prefix: str = "") -> str:
+    name = prefix + role
+    stored = spec.dtype if prefix else part_format(spec, role)
+    if not is_exact(stored):
+        return decode_text(spec, role)
     return render(
         READ,
-        role=role,
-        word=CTYPE[name],
+        name=name,
+        word=CTYPE[stored],
         ctype=CTYPE[spec.dtype],
         head_dim=spec.head_dim_qk if role == "k" else spec.head_dim_vo,
-        converted=convert(name, spec.dtype, f"part[{role}_index(slot, c)]"),
+        converted=convert(stored, spec.dtype, f"part[{name}_index(slot, c)]"),
+    )
+
+
+def _main_text(spec: KernelSpec) -> str:
+    return render(
+        MAIN,
+        signature=signature_text(spec),
+        ctype=CTYPE[spec.dtype],
+        k_word=CTYPE[spec.k_format],
+        v_word=CTYPE[spec.v_format],
+        page_size=spec.page_size,
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_vo=spec.head_dim_vo,
+        v_offset=record_layout(spec).v_offset,
     )
 
 
@@ -75,16 +96,12 @@ class GatherGenerator:
 
     def generate(self, spec: KernelSpec) -> KernelSource:
         """Print the kernel of `spec`."""
-        main = render(
-            MAIN,
-            signature=signature_text(spec),
-            ctype=CTYPE[spec.dtype],
-            k_word=CTYPE[spec.k_format],
-            v_word=CTYPE[spec.v_format],
-            page_size=spec.page_size,
-            head_dim_qk=spec.head_dim_qk,
-            head_dim_vo=spec.head_dim_vo,
-            v_offset=record_layout(spec).v_offset,
-        )
-        parts = (_read_text(spec, "k"), _read_text(spec, "v"), main)
+        parts = [_read_text(spec, "k"), _read_text(spec, "v")]
+        if spec.is_grouped:
+            if "fp8" in (spec.k_format, spec.v_format):
+                parts.insert(0, WIDEN_E4M3)
+            parts += [_read_text(spec, "k", "exact_"), _read_text(spec, "v", "exact_")]
+            parts.append(quantized_gather_text(spec))
+        else:
+            parts.append(_main_text(spec))
         return copy_kernel(spec, "stored K and V as dense tensors", "k_BKTD, v_BKTD", *parts)

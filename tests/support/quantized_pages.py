@@ -1,0 +1,204 @@
+"""The smallest store with quantized pages, sinks and a ring, every unused byte poisoned.
+
+It keeps the books as a runtime has to: the caller says how many pages are quantized, lets the
+append kernel run, and settles: the exact pages that are no longer needed are poisoned and reused.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from kvcompile.codegen.formats import TILE
+from kvcompile.codegen.layout import RecordLayout
+from tests.support.fake_store import POISON
+
+SLAB_SHIFT = 1
+
+
+class PagePool:
+    """Pages anywhere in one memory, handed out in a shuffled order. Page 0 is never handed out.
+
+    Attributes:
+        memory: All pages, uint8[pages, K, record bytes].
+        table: Page ids, int32[B, columns]; 0 where there is none.
+        words: slab table, block table, row stride, slab shift, page bytes.
+    """
+
+    def __init__(
+        self, layout: RecordLayout, num_kv_heads: int, batch: int, columns: int, seed: int
+    ) -> None:
+        pages = batch * columns + 1
+        page_bytes = layout.page_bytes(num_kv_heads)
+        self.memory = torch.full((pages, num_kv_heads, layout.record_bytes), POISON).byte()
+        slabs = range((pages >> SLAB_SHIFT) + 1)
+        base = self.memory.data_ptr()
+        self._slab_table = torch.tensor([base + (s << SLAB_SHIFT) * page_bytes for s in slabs])
+        self._free = list(range(1, pages))
+        random.Random(seed).shuffle(self._free)
+        self.table = torch.zeros(batch, columns, dtype=torch.int32)
+        addresses = [self._slab_table.data_ptr(), self.table.data_ptr()]
+        self.words = [*addresses, columns, SLAB_SHIFT, page_bytes]
+
+    def take(self, row: int, column: int) -> None:
+        """Give a row a page unless it has one there."""
+        if self.table[row, column] == 0:
+            self.table[row, column] = self._free.pop()
+
+    def drop(self, row: int, first: int, count: int) -> None:
+        """Take pages from the middle of a row; those behind them move up."""
+        columns = self.table[row].tolist()
+        for page in columns[first : first + count]:
+            if page:
+                self.memory[page] = POISON
+                self._free.insert(0, page)
+        kept = columns[:first] + columns[first + count :]
+        self.table[row] = torch.tensor(kept + [0] * (len(columns) - len(kept)))
+
+
+class QuantizedPages:
+    """Quantized pages, sinks and ring of one layer.
+
+    Attributes:
+        layout: Layout of the quantized records, with its window.
+        num_kv_heads: Records per page.
+        dtype: Dtype of the model.
+        batch: Rows.
+        starts: Left-padding tokens per row, int32[B].
+        quantized: Quantized pages per row, int32[B].
+        ring_from: The page whose first token has the ring's first slot, int32[B].
+        state: int64[16], what kernels read.
+    """
+
+    def __init__(
+        self,
+        layout: RecordLayout,
+        *,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        tokens: int,
+        starts: Sequence[int] = (0,),
+        seed: int = 0,
+    ) -> None:
+        """Make an empty store; `tokens` must fit into a row."""
+        assert layout.window is not None
+        self.layout = layout
+        self.window = layout.window
+        self.num_kv_heads = num_kv_heads
+        self.dtype = dtype
+        self.batch = len(starts)
+        self.starts = torch.tensor(starts, dtype=torch.int32)
+        self.quantized = torch.zeros(self.batch, dtype=torch.int32)
+        self.ring_from = torch.zeros(self.batch, dtype=torch.int32)
+        columns = -(-tokens // layout.page_size) + 1
+        self.pages = PagePool(layout, num_kv_heads, self.batch, columns, seed)
+        columns = -(-tokens // TILE) + self.window.sink_pages + 1
+        self.exact = PagePool(layout.exact, num_kv_heads, self.batch, columns, seed + 1)
+        slabs, blocks, stride, shift, page_bytes = self.pages.words
+        first = [slabs, blocks, stride, self.starts.data_ptr(), shift, page_bytes, self.batch, 0]
+        last = [self.quantized.data_ptr(), self.ring_from.data_ptr(), 0]
+        self.state = torch.tensor([*first, *self.exact.words, *last])
+
+    def stored(self, row: int, length: int) -> int:
+        """Return how many of `length` logical tokens a row stores."""
+        return max(0, length - int(self.starts[row]))
+
+    def exact_slot(self, row: int, token: int) -> tuple[int, int]:
+        """Return page and slot of an exact token."""
+        if token < self.window.num_sink_tokens:
+            return divmod(token, TILE)
+        ring = self.window.num_sink_tokens + int(self.ring_from[row]) * self.layout.page_size
+        page, slot = divmod(token - ring, TILE)
+        return self.window.sink_pages + page, slot
+
+    def ring_token(self, row: int) -> int:
+        """Return the first token behind the quantized pages of a row."""
+        return self.window.num_sink_tokens + int(self.quantized[row]) * self.layout.page_size
+
+    def advance(self, length: int) -> None:
+        """Count as quantized what has to be at `length` logical tokens."""
+        for row in range(self.batch):
+            full = self.window.full_pages(self.stored(row, length), self.layout.page_size)
+            for page in range(int(self.quantized[row]), full):
+                self.pages.take(row, page)
+                self.quantized[row] = page + 1
+
+    def reserve(self, length: int) -> None:
+        """Give the exact tokens below `length` their pages."""
+        for row in range(self.batch):
+            for token in self.exact_tokens(row, length):
+                self.exact.take(row, self.exact_slot(row, token)[0])
+
+    def exact_tokens(self, row: int, length: int) -> list[int]:
+        """Return the tokens of a row that are stored exactly."""
+        stored = self.stored(row, length)
+        sinks = range(min(self.window.num_sink_tokens, stored))
+        return [*sinks, *range(self.ring_token(row), stored)]
+
+    def settle(self) -> None:
+        """Drop the exact pages of quantized tokens."""
+        tiles = self.layout.page_size // TILE
+        for row in range(self.batch):
+            pages = int(self.quantized[row] - self.ring_from[row])
+            self.exact.drop(row, self.window.sink_pages, pages * tiles)
+        self.ring_from.copy_(self.quantized)
+
+    def expected(
+        self, k: torch.Tensor, v: torch.Tensor, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what both memories of a settled store hold once k, v [B, K, T, D] are appended.
+
+        Every byte: those that no token owns are poison.
+        """
+        pages = torch.full_like(self.pages.memory, POISON)
+        exact = torch.full_like(self.exact.memory, POISON)
+        size, exact_layout = self.layout.page_size, self.layout.exact
+        dims = {role: -(-getattr(exact_layout, role) // 8) * 8 for role in DIMS}
+        marks = replace(exact_layout, **dims)
+        word = torch.int32 if self.dtype is torch.float32 else torch.int16
+        for row in range(self.batch):
+            start = int(self.starts[row])
+            for page in range(int(self.quantized[row])):
+                first = start + self.window.num_sink_tokens + page * size
+                tokens = slice(first, first + size)
+                record = self.layout.pack(k[row, :, tokens], v[row, :, tokens])
+                pages[self.pages.table[row, page]] = record
+            slots: dict[int, list[tuple[int, int]]] = {}
+            for token in self.exact_tokens(row, length):
+                page, slot = self.exact_slot(row, token)
+                slots.setdefault(page, []).append((slot, start + token))
+            for page, owned in slots.items():
+                into, source = (list(column) for column in zip(*owned, strict=True))
+                dense = [torch.zeros(*x.shape[1:2], TILE, x.shape[3]) for x in (k, v)]
+                owner = [torch.zeros(1, TILE, dim) for dim in dims.values()]
+                for target, x in zip(dense, (k, v), strict=True):
+                    target[:, into] = x[row, :, source].float()
+                for target in owner:
+                    target[:, into] = 1
+                mask = marks.pack(*owner).view(word).ne(0).repeat_interleave(word.itemsize, -1)
+                exact[self.exact.table[row, page]] = torch.where(
+                    mask, exact_layout.pack(*dense), POISON
+                )
+        return pages, exact
+
+    def decoded(self, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        """Return k and v [B, K, T, D] as they come back: quantized where they are, padding zero."""
+        back = [k.clone(), v.clone()]
+        size = self.layout.page_size
+        for row in range(self.batch):
+            start = int(self.starts[row])
+            for x in back:
+                x[row, :, :start] = 0
+            for page in range(int(self.quantized[row])):
+                first = start + self.window.num_sink_tokens + page * size
+                tokens = slice(first, first + size)
+                record = self.layout.pack(k[row, :, tokens], v[row, :, tokens])
+                for x, dense in zip(back, self.layout.unpack(record), strict=True):
+                    x[row, :, tokens] = dense.to(x.dtype)
+        return back
+
+
+DIMS = ("head_dim_qk", "head_dim_vo")
