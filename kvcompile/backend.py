@@ -16,7 +16,7 @@ from torch._dynamo.utils import get_metrics_context
 from torch._guards import CompileContext
 
 from kvcompile import wrappers
-from kvcompile.codegen.cpu.isa import detect_isa
+from kvcompile.codegen.cpu.isa import detect_isa, has_integer_dot
 from kvcompile.codegen.errors import KvcompileError
 from kvcompile.options import CacheOptions, parse_options
 from kvcompile.passes.base import PassOptions
@@ -128,7 +128,20 @@ def compile(model: nn.Module, **options: Any) -> Any:
 
 
 def _pass_options(options: CacheOptions) -> PassOptions:
-    return PassOptions(options.kv_cache_dtype, options.page_size, detect_isa())
+    isa = detect_isa()
+    k_dtype, v_dtype = options.default_dtypes()
+    return PassOptions(
+        isa=isa,
+        has_integer_dot=has_integer_dot(isa),
+        k_cache_dtype=k_dtype,
+        v_cache_dtype=v_dtype,
+        layer_dtypes=options.layer_dtypes(),
+        page_size=options.page_size,
+        q_group_size=options.q_group_size,
+        residual_length=options.residual_length,
+        num_sink_tokens=options.num_sink_tokens,
+        compute_dtype=options.compute_dtype,
+    )
 
 
 def _requires_grad(gm: fx.GraphModule) -> bool:

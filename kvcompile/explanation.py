@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import io
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ from rich.table import Table
 from torch import nn
 
 from kvcompile import backend
+from kvcompile.calling import cache_parameter, isolated
 from kvcompile.options import parse_options
 from kvcompile.reports import CompilationReport, SiteReport, collect
 
@@ -108,30 +107,14 @@ def explain(model: nn.Module, inputs: Any, **options: Any) -> Explanation:
     """
     parse_options(options)
     options = {**options, "inner_backend": "eager"}
-    compiled = torch.compile(_fresh_call(model), backend=backend.kvcompile, options=options)
+    call = isolated(model, "explained")
+    compiled = torch.compile(call, backend=backend.kvcompile, options=options)
     with torch.no_grad(), collect() as graphs:
         output = _call(compiled, inputs)
         follow = _next_step(model, inputs, output)
         if follow is not None:
             compiled(**follow)
     return Explanation(tuple(graphs))
-
-
-def _fresh_call(model: nn.Module) -> Callable[..., Any]:
-    """Return a function that calls the model, with a code object of its own.
-
-    Dynamo keeps what it compiles by code object. With a new one it compiles anew for each
-    explanation, and leaves what the user has compiled alone.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
-    return types.FunctionType(
-        call.__code__.replace(co_name="explained"),
-        call.__globals__,
-        closure=call.__closure__,
-    )
 
 
 def _call(function: Any, inputs: Any) -> Any:
@@ -145,8 +128,7 @@ def _next_step(model: nn.Module, inputs: Any, output: Any) -> dict[str, Any] | N
     cache = getattr(output, "past_key_values", None)
     if cache is None:
         return None
-    parameters = inspect.signature(model.forward).parameters
-    name = next((n for n in ("cache", "past_key_values") if n in parameters), None)
+    name = cache_parameter(model)
     given = inputs if isinstance(inputs, Mapping) else {}
     ids = given.get("input_ids", inputs if isinstance(inputs, torch.Tensor) else None)
     if isinstance(inputs, tuple) and inputs and isinstance(inputs[0], torch.Tensor):

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from kvcompile.codegen.state import STATE_WORDS
 from kvcompile.passes.base import PassOptions, missed, passed
 from kvcompile.passes.canonicalize import IS_HANDLE, is_impure
 from kvcompile.passes.ir.ops import APPEND, ATTEND
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from kvcompile.passes.ir.stream import CacheStream, StateUpdate
 
 aten = torch.ops.aten
-
-STATE_WORDS = 8
-"""int64 words of a store's state tensor, all that the graph sees of a store."""
 
 
 class RewritePaged:

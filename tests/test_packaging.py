@@ -65,7 +65,8 @@ def test_a_bare_import_is_refused(name: str) -> None:
 
 def test_import_is_lazy() -> None:
     loaded = run_python(
-        "import sys, kvcompile; print([m for m in ('triton', 'transformers') if m in sys.modules])"
+        "import sys, kvcompile; optional = ('triton', 'transformers', 'typer', 'matplotlib');"
+        " print([m for m in optional if m in sys.modules])"
     )
     assert loaded == "[]\n"
 
@@ -117,3 +118,6 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
         python=python,
     )
     assert printed.splitlines()[-2:] == ["1.0", str(site_packages / "kvcompile" / "__init__.py")]
+    script = [python.with_name("kvcompile"), "eval", "--help"]
+    shown = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("Usage: kvcompile eval")

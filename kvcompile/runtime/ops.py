@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from kvcompile.codegen.state import KEY
 from kvcompile.passes.ir.ops import MATERIALIZE, library
 from kvcompile.runtime import launch
 from kvcompile.runtime.errors import CacheGapError
@@ -21,7 +22,7 @@ from kvcompile.runtime.registry import find, read_anchor
 from kvcompile.runtime.store import PagedStore
 
 FEW_QUERIES = 16
-_REGISTRY_WORD = 7 * 8
+_REGISTRY_WORD = 8 * KEY
 
 
 def _store_of(state: torch.Tensor) -> PagedStore:

@@ -5,34 +5,16 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from kvcompile.codegen.state import StateWords
     from kvcompile.runtime.arena import Arena
 
 HOLE = -1
 """An entry without a page: tokens that were quantized without ever having lain there."""
-
-STATE_WORDS = 16
-
-
-@dataclass(frozen=True)
-class StateWords:
-    """Places in the state tensor that describe one table."""
-
-    slab_table: int
-    block_table: int
-    row_stride: int
-    slab_shift: int
-    page_bytes: int
-
-
-PAGES = StateWords(0, 1, 2, 4, 5)
-EXACT_PAGES = StateWords(8, 9, 10, 11, 12)
-STARTS, BATCH, KEY, QUANTIZED, RING_FROM = 3, 6, 7, 13, 14
 
 
 class PageTable:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcompile.codegen.formats import TILE
+from kvcompile.codegen.state import EXACT_PAGES, QUANTIZED, RING_FROM
 from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime import launch
-from kvcompile.runtime.page_table import EXACT_PAGES, HOLE, QUANTIZED, RING_FROM, PageTable
+from kvcompile.runtime.page_table import HOLE, PageTable
 from kvcompile.runtime.rows import Holding, PageRows
 from kvcompile.runtime.store import PagedStore
 

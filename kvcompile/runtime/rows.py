@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcompile.runtime.page_table import BATCH, KEY, PAGES, STARTS, STATE_WORDS, PageTable
+from kvcompile.codegen.state import BATCH, KEY, PAGES, STARTS, STATE_WORDS
+from kvcompile.runtime.page_table import PageTable
 
 if TYPE_CHECKING:
     from kvcompile.runtime.arena import Arena

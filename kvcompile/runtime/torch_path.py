@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcompile.codegen.formats import TILE, Format, PartShape, Role
-from kvcompile.reference.attention import attention
-from kvcompile.runtime.page_table import (
+from kvcompile.codegen.state import (
     BATCH,
     EXACT_PAGES,
     PAGES,
@@ -22,6 +21,7 @@ from kvcompile.runtime.page_table import (
     RING_FROM,
     STARTS,
 )
+from kvcompile.reference.attention import attention
 
 if TYPE_CHECKING:
     from kvcompile.codegen.layout import RecordLayout

@@ -14,7 +14,7 @@ from kvcompile.passes.pipeline import PIPELINE, PassError
 from kvcompile.runtime import launch
 from kvcompile.runtime.handle import KVTensor
 from tests.support.attentions import Sdpa, Softmax, Window
-from tests.support.compiled import compiled, settings
+from tests.support.compiled import assert_paged, compiled, exact_bytes, settings
 from tests.support.programs import past, qkv
 from tests.support.tiny_models import prompt, tiny_llama
 
@@ -199,7 +199,8 @@ def test_a_dense_past_is_adopted() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_steps_with_several_tokens() -> None:
+@pytest.mark.parametrize("sizes", [(9, 1, 5, 16, 17, 22), (15, 16, 16, 23), (3, 40, 27)])
+def test_steps_with_several_tokens(sizes: tuple[int, ...]) -> None:
     """Speculative verification (few queries) and chunked prefill (many) on one cache."""
     model = tiny_llama()
     ids = prompt(70)
@@ -207,13 +208,13 @@ def test_steps_with_several_tokens() -> None:
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     with torch.no_grad():
         start = 0
-        for size in (9, 1, 5, 16, 17, 22):
+        for size in sizes:
             chunk = ids[:, start : start + size]
             want = model(chunk, cache=caches[0]).logits
             got = wrapper(chunk, cache=caches[1]).logits
             torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
             start += size
-    assert isinstance(next(iter(caches[1]))[0], KVTensor)
+            assert_paged(caches[1], exact_bytes(model, start))
 
 
 def test_logs_say_a_miss_once() -> None:
