@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from kvcompile.codegen.cpu import fragments
+from kvcompile.codegen.cpu import fragments, quantized_attend
 from kvcompile.codegen.cpu.abi import mask_ctype, packed_text, signature_text
 from kvcompile.codegen.cpu.pages import (
     INCLUDES,
     bytes_per_token,
+    is_exact,
     load_page_text,
     store_text,
     supports_pages,
 )
+from kvcompile.codegen.cpu.panels import (
+    block_rows,
+    exact_accumulate_calls,
+    panel_accumulate,
+    panel_scores,
+)
 from kvcompile.codegen.cpu.scalars import CTYPE, scalar_text
 from kvcompile.codegen.cpu.shape import AttendShape
 from kvcompile.codegen.cpu.text import comment, join_sections, render
+from kvcompile.codegen.cpu.words import words_text
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import KernelSpec
 
@@ -39,12 +47,7 @@ struct Partial {
   float *m, *l, *o;
 };
 
-// the stored tokens of one chunk, and the pages that this thread reads after them
-struct Chunk {
-  const uint8_t* record[$chunk_pages];
-  const uint8_t* ahead[$chunk_pages];
-  int pages, tokens;
-};
+$chunk_struct
 
 // where a chunk lies
 struct Place {
@@ -53,9 +56,18 @@ struct Place {
 
 // what one thread works in
 struct alignas(64) Workspace {
-  float q[$panel_rows * $k_channels];
+  float q[$panel_rows * $q_stride];
   float s[$panel_rows * $chunk];
 $bias_field  int64_t b = -1, h = -1, row0 = -1;  // whose query is in q
+};
+"""
+
+CHUNK = """
+// the stored tokens of one chunk, and the pages that this thread reads after them
+struct Chunk {
+  const uint8_t* record[$chunk_pages];
+  const uint8_t* ahead[$chunk_pages];
+  int pages, tokens;
 };
 """
 
@@ -63,43 +75,16 @@ MASK_FIELDS = """  const $mask_ctype* mask_BHST;
   int64_t m_sb, m_sh, m_ss, m_st;
 """
 
-PANEL = """
-// scores of a panel: a page is read once from memory, by every block of rows from the L1 cache
-static void panel_scores(const Chunk& chunk, int rows, const float* q, float* s) {
-  for (int page = 0; page < chunk.pages; ++page) {
-    const uint8_t* record = chunk.record[page];
-    const int tokens = std::min($page_size, chunk.tokens - page * $page_size);
-    for (int row = 0; row < rows;) {
-      const float* qq = q + row * $k_channels;
-      float* ss = s + row * $chunk + page * $page_size;
-$score_blocks
-    }
-  }
-}
+HEADING = "// ---- attention, in the order of the mathematics ----------------------------------"
 
-static void panel_accumulate(const Chunk& chunk, int rows, const float* p, float* o) {
-  for (int row = 0; row < rows;) {
-    const float* pp = p + row * $chunk;
-    float* oo = o + row * $out_channels;
-$accumulate_blocks
-  }
-}
-"""
-
-BLOCK_ROWS = """
-// rows are taken in the fewest blocks of at most $most, as even as possible
-static inline int block_rows(int left) {
-  const int blocks = (left + $last) / $most;
-  return (left + blocks - 1) / blocks;
-}
-"""
-
-ATTEND_CHUNK = """
+CHUNKS_OF = """
 static inline int64_t chunks_of(const Call& call, int64_t b) {
   const int64_t stored = call.kv_len - call.store.starts[b];
   return stored > 0 ? (stored + $last_in_chunk) / $chunk : 0;
 }
+"""
 
+ITEMS = """
 // items are numbered by row, then KV head, then chunk
 static inline int64_t count_items(const Call& call) {
   int64_t items = 0;
@@ -114,6 +99,9 @@ static inline Place find_place(const Call& call, int64_t item) {
   }
   return Place{b, item / chunks, item % chunks};
 }
+"""
+
+FIND_RECORDS = """
 static inline int find_records(const Call& call, const Place& at, const uint8_t** record) {
   const int64_t first = at.chunk * $chunk, stored = call.kv_len - call.store.starts[at.b] - first;
   const int tokens = int(std::min(stored, int64_t($chunk)));
@@ -121,7 +109,9 @@ static inline int find_records(const Call& call, const Place& at, const uint8_t*
     record[i] = call.store.record(at.b, first / $page_size + i, at.h);
   return tokens;
 }
+"""
 
+ATTEND_CHUNK = """
 static void attend_chunk(const Call& call, int64_t item, int64_t items, Workspace& work) {
   const Place at = find_place(call, item);
   Chunk chunk;
@@ -162,7 +152,7 @@ static void attend_items(const Call& call) {
 MAIN = """
 extern "C" int64_t ${symbol}_scratch_bytes(
     int64_t batch, int64_t num_kv_heads, int64_t query_len, int64_t kv_len) {
-  const int64_t rows = query_len * $group, chunks = (kv_len + $last_in_chunk) / $chunk;
+  const int64_t rows = query_len * $group, chunks = $most_chunks;
   const int64_t floats = (2 * rows + 15) / 16 * 16 + rows * $out_channels;
   return batch * num_kv_heads * chunks * floats * 4;
 }
@@ -171,7 +161,7 @@ $signature
   if ($bad_query_len || kv_len < 0 || num_kv_heads < 1) return 1;
 $ignored  const Call call{Store(state), q_BHSD, q_sb, q_sh, q_ss, out_BHSD, o_sb, o_sh, o_ss,
 $mask_arguments                  num_kv_heads, query_len, kv_len,
-                  (kv_len + $last_in_chunk) / $chunk, scratch, scale};
+                  $most_chunks, scratch, scale};
   if (threads > 1 && call.store.batch * num_kv_heads * kv_len * query_len > 768) {
 #pragma omp parallel num_threads(int(threads))
     attend_items(call);
@@ -204,44 +194,106 @@ class AttendGenerator:
                 f"a {spec.mask_dtype} mask with {spec.dtype} queries",
                 f"Convert the mask to fp32 or {spec.dtype}.",
             )
-        return Supported()
+        return quantized_attend.supports(spec)
 
     def generate(self, spec: KernelSpec) -> KernelSource:
         """Print the kernel of `spec`."""
         shape = AttendShape(spec)
-        storage = {spec.k_format, spec.v_format}
-        scalars: set[str] = {spec.dtype} | ({spec.mask_dtype} if spec.mask_dtype else set())
-        if not shape.isa.f16c:
-            scalars |= storage
-        vectors = shape.isa.vector_text(
-            storage, masked=spec.mask != "none", half=shape.half_channel is not None
-        )
+        body = _quantized_body if spec.is_grouped else _exact_body
         text = join_sections(
             _glossary(shape),
             INCLUDES,
-            *(
-                (vectors, scalar_text(scalars, f16c=True))
-                if shape.isa.f16c
-                else (scalar_text(scalars, f16c=False), vectors)
-            ),
+            *_vocabulary(shape),
             store_text(spec),
-            load_page_text(spec, shape.isa),
-            _structs(shape),
-            "// ---- attention, in the order of the mathematics ----------------------------------",
-            fragments.load_query(shape),
-            fragments.scores(shape),
-            fragments.mask(shape),
-            fragments.online_softmax(shape),
-            fragments.accumulate(shape),
-            fragments.store_partial(shape),
-            _panel(shape),
-            _attend_chunk(shape),
+            *body(shape),
             fragments.merge_splits(shape),
             render(RUN, rows=fragments.rows_expression(shape)),
             _main(shape),
             packed_text(spec),
         )
         return KernelSource(spec, text)
+
+
+def _vocabulary(shape: AttendShape) -> list[str]:
+    """Return the texts of vector and scalar functions."""
+    spec, isa = shape.spec, shape.isa
+    storage = {name for name in (spec.k_format, spec.v_format) if is_exact(name)}
+    shapes = [shape]
+    if spec.is_grouped:
+        storage.add(spec.dtype)
+        shapes.append(shape.window)
+    scalars: set[str] = {spec.dtype} | ({spec.mask_dtype} if spec.mask_dtype else set())
+    if not isa.f16c:
+        scalars |= storage
+    texts = [
+        isa.vector_text(
+            storage,
+            masked=spec.mask != "none",
+            half=any(s.half_channel is not None for s in shapes),
+        ),
+        scalar_text(scalars, f16c=isa.f16c),
+    ]
+    # Without F16C the vectors are made of the scalar conversions.
+    texts = texts if isa.f16c else texts[::-1]
+    return texts + ([words_text(shape)] if spec.is_grouped else [])
+
+
+def _exact_body(shape: AttendShape) -> list[str]:
+    """Return the sections from the words of a page to what is done with one chunk."""
+    literals = {
+        "chunk": shape.chunk,
+        "last_in_chunk": shape.chunk - 1,
+        "last_slot": shape.spec.page_size - 1,
+        "page_size": shape.spec.page_size,
+    }
+    mask = ""
+    if shape.spec.mask != "none":
+        head = "" if shape.spec.mask == "causal" else " at.h,"
+        mask = (
+            f"    mask(call, at.b,{head} row0, count, at.chunk * {shape.chunk}, chunk.tokens,\n"
+            "         work.bias, work.s);\n"
+        )
+    chunk = render(CHUNK, chunk_pages=shape.chunk // shape.spec.page_size)
+    return [
+        load_page_text(shape.layout, shape.isa),
+        _structs(shape, chunk),
+        HEADING,
+        fragments.load_query(shape),
+        fragments.scores(shape),
+        fragments.mask(shape),
+        fragments.online_softmax(shape),
+        fragments.accumulate(shape),
+        fragments.store_partial(shape),
+        block_rows(shape),
+        panel_scores(shape),
+        panel_accumulate(shape, exact_accumulate_calls(shape)),
+        render(CHUNKS_OF, **literals),
+        ITEMS.strip("\n") + "\n" + render(FIND_RECORDS, **literals),
+        render(
+            ATTEND_CHUNK,
+            rows=fragments.rows_expression(shape),
+            panel_rows=shape.panel_rows,
+            mask=mask,
+            out_channels=shape.out_channels,
+            **literals,
+        ),
+    ]
+
+
+def _quantized_body(shape: AttendShape) -> list[str]:
+    """Return the sections from the words of a page to what is done with one chunk."""
+    return [
+        _structs(shape, quantized_attend.chunk_text(shape)),
+        HEADING,
+        fragments.load_query(shape),
+        fragments.mask(shape),
+        fragments.online_softmax(shape),
+        fragments.store_partial(shape),
+        quantized_attend.namespaces(shape),
+        quantized_attend.row_text(shape),
+        ITEMS,
+        quantized_attend.attend_chunk(shape),
+    ]
 
 
 def _glossary(shape: AttendShape) -> str:
@@ -254,6 +306,16 @@ def _glossary(shape: AttendShape) -> str:
         "additive": f"mask_BHST {spec.mask_dtype}, added to the scores, -inf = not visible",
     }
     assert spec.mask is not None
+    quantized = []
+    if spec.is_grouped:
+        quantized = [
+            f"tokens  {spec.num_sink_tokens} sinks in exact pages, then quantized pages, "
+            "then the ring in exact pages",
+            f"exact   K and V {spec.dtype}, pages of 16 tokens",
+            "compute fp32: codes become numbers in registers"
+            if spec.compute == "fp32"
+            else "compute int8: q rounded to 8 bits, weights to 16 bits, products of integers",
+        ]
     return comment(
         [
             spec.symbol,
@@ -265,6 +327,7 @@ def _glossary(shape: AttendShape) -> str:
             f"q_BHSD, out_BHSD  {spec.dtype}; strides in elements, the last one is 1",
             f"mask    {masks[spec.mask]}",
             f"record  K {spec.k_format}, V {spec.v_format}: {bytes_per_token(spec)}",
+            *quantized,
             "row     one query token of one query head, number s * G + head in its KV head",
             f"chunk   {shape.chunk} stored tokens; each leaves a partial (m, l, O) per row, merged",
             "        in order: neither threads nor the place of a page change one bit",
@@ -272,7 +335,7 @@ def _glossary(shape: AttendShape) -> str:
     )
 
 
-def _structs(shape: AttendShape) -> str:
+def _structs(shape: AttendShape, chunk: str) -> str:
     fields, bias = "", ""
     if shape.spec.mask in ("bool", "additive"):
         ctype = mask_ctype(shape.spec)
@@ -285,76 +348,10 @@ def _structs(shape: AttendShape) -> str:
         mask_fields=fields,
         bias_field=bias,
         out_channels=shape.out_channels,
-        chunk_pages=shape.chunk // shape.spec.page_size,
+        chunk_struct=chunk,
         panel_rows=shape.panel_rows,
-        k_channels=shape.k_channels,
+        q_stride=shape.q_stride,
         chunk=shape.chunk,
-    )
-
-
-def _switch(shape: AttendShape, indent: str, calls: dict[int, list[str]]) -> str:
-    """Print the calls for a block of rows: a switch over its size if several can occur."""
-    if len(calls) == 1:
-        ((size, statements),) = calls.items()
-        return "\n".join(indent + line for line in [*statements, f"row += {size};"])
-    lines = ["const int block = block_rows(rows - row);", "switch (block) {"]
-    for size, statements in calls.items():
-        lines.append(f"  case {size}:")
-        lines += [f"    {statement}" for statement in [*statements, "break;"]]
-    lines += ["}", "row += block;"]
-    return "\n".join(indent + line for line in lines)
-
-
-def _accumulate_calls(shape: AttendShape, rows: int) -> list[str]:
-    calls = [("accumulate", vectors, channel) for channel, vectors in shape.channel_blocks(rows)]
-    if shape.half_channel is not None:
-        calls.append(("half_accumulate", 1, shape.half_channel))
-    # What is fetched on the way is fetched once: by the first block of rows and channels.
-    fetch = ["row == 0"] + ["false"] * (len(calls) - 1)
-    return [
-        f"{name}<{rows}, {vectors}>(chunk, pp, {channel}, {once}, oo);"
-        for (name, vectors, channel), once in zip(calls, fetch, strict=True)
-    ]
-
-
-def _panel(shape: AttendShape) -> str:
-    sizes = shape.block_sizes()
-    score_calls = {
-        rows: [f"scores<{rows}, {shape.chains(rows)}>(record, tokens, row == 0, qq, ss);"]
-        for rows in sizes
-    }
-    accumulate_calls = {rows: _accumulate_calls(shape, rows) for rows in sizes}
-    blocks = render(BLOCK_ROWS, most=6, last=5) if len(sizes) > 1 else ""
-    panel = render(
-        PANEL,
-        page_size=shape.spec.page_size,
-        k_channels=shape.k_channels,
-        chunk=shape.chunk,
-        out_channels=shape.out_channels,
-        score_blocks=_switch(shape, " " * 6, score_calls),
-        accumulate_blocks=_switch(shape, " " * 4, accumulate_calls),
-    )
-    return join_sections(blocks, panel)
-
-
-def _attend_chunk(shape: AttendShape) -> str:
-    mask = ""
-    if shape.spec.mask != "none":
-        head = "" if shape.spec.mask == "causal" else " at.h,"
-        mask = (
-            f"    mask(call, at.b,{head} row0, count, at.chunk * {shape.chunk}, chunk.tokens,\n"
-            "         work.bias, work.s);\n"
-        )
-    return render(
-        ATTEND_CHUNK,
-        chunk=shape.chunk,
-        last_in_chunk=shape.chunk - 1,
-        last_slot=shape.spec.page_size - 1,
-        page_size=shape.spec.page_size,
-        rows=fragments.rows_expression(shape),
-        panel_rows=shape.panel_rows,
-        mask=mask,
-        out_channels=shape.out_channels,
     )
 
 
@@ -372,8 +369,11 @@ def _main(shape: AttendShape) -> str:
         symbol=spec.symbol,
         signature=signature_text(spec),
         group=shape.group,
-        chunk=shape.chunk,
-        last_in_chunk=shape.chunk - 1,
+        most_chunks=(
+            quantized_attend.most_chunks(shape)
+            if spec.is_grouped
+            else f"(kv_len + {shape.chunk - 1}) / {shape.chunk}"
+        ),
         out_channels=shape.out_channels,
         bad_query_len="query_len != 1" if one else "query_len < 1 || query_len > 16",
         ignored=ignored,

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvcompile.codegen import artifacts
 from kvcompile.codegen.cpu import toolchain
 from kvcompile.codegen.cpu.abi import packed_arguments
-from kvcompile.codegen.cpu.isa import ISAS, require_isa
+from kvcompile.codegen.cpu.isa import compiler_flags, require_cpu
 from kvcompile.codegen.errors import KernelCompilationError
 from kvcompile.codegen.registry import generate
 from kvcompile.codegen.source import KernelSource
@@ -56,7 +56,7 @@ def load(spec: KernelSpec) -> Kernel:
     """
     kernel = _kernels.get(spec)
     if kernel is None:
-        require_isa(spec.isa)
+        require_cpu(spec)
         with _lock:
             kernel = _kernels.get(spec)
             if kernel is None:
@@ -76,7 +76,7 @@ def load_source(source: KernelSource) -> Kernel:
         CompilerNotFoundError: It has to be compiled and there is no compiler.
         KernelCompilationError: The compiler failed, or its output cannot be loaded.
     """
-    flags = ISAS[source.spec.isa].flags
+    flags = compiler_flags(source.spec)
     compiler = toolchain.find_compiler()
     directory = artifacts.artifact_directory(
         source.spec.symbol,

@@ -12,18 +12,18 @@ from kvcompile.codegen.cpu.shape import AttendShape
 from kvcompile.codegen.cpu.text import render
 
 LOAD_QUERY = """
-// load_query: q[row][$k_channels] = q_BHSD * scale * log2(e), so that 2^score is the softmax weight
+// load_query: q[row][$q_stride] = q_BHSD * scale * log2(e), so that 2^score is the softmax weight
 static void load_query(const Call& call, int64_t b, int64_t h, int64_t row0, int rows, float* q) {
   const float factor = float(call.scale * 1.4426950408889634);
   for (int r = 0; r < rows; ++r) {
     const int64_t s = (row0 + r) / $group, head = h * $group + (row0 + r) % $group;
     const $ctype* x = call.q_BHSD + b * call.q_sb + head * call.q_sh + s * call.q_ss;
-    for (int c = 0; c < $head_dim; ++c) q[r * $k_channels + c] = $widened * factor;
+    for (int c = 0; c < $head_dim; ++c) q[r * $q_stride + c] = $widened * factor;
 $pad  }
 }
 """
 
-QUERY_PAD = """    for (int c = $head_dim; c < $k_channels; ++c) q[r * $k_channels + c] = 0.0f;
+QUERY_PAD = """    for (int c = $head_dim; c < $q_stride; ++c) q[r * $q_stride + c] = 0.0f;
 """
 
 SCORES = """
@@ -42,8 +42,8 @@ $lane_loop  vec sum[ROWS][CHAINS];
       if (fetch)
         ${unroll_fetch}__builtin_prefetch(v + (c + j$lane_share) * $fetch_half$fetch_plus, 0, 2);
       UNROLL for (int r = 0; r < ROWS; ++r) {
-        sum[r][j] = fma(first, splat(q[r * $k_channels + c + j]), sum[r][j]);
-        sum[r][j + 1] = fma(second, splat(q[r * $k_channels + c + j + 1]), sum[r][j + 1]);
+        sum[r][j] = fma(first, splat(q[r * $q_stride + c + j]), sum[r][j]);
+        sum[r][j + 1] = fma(second, splat(q[r * $q_stride + c + j + 1]), sum[r][j + 1]);
       }
     }
   }
@@ -158,7 +158,7 @@ static inline void ${half}accumulate(
     UNROLL for (int i = 0; i < VECS; ++i) sum[r][i] = zero();
   for (int page = 0; page < chunk.pages; ++page) {
     const $ctype* v = (const $ctype*)(chunk.record[page] + $v_offset);
-    const int tokens = std::min($page_size, chunk.tokens - page * $page_size);
+    const int tokens = $page_tokens;
     const float* pp = p + page * $page_size;
     const uint8_t* ahead = chunk.ahead[page];
     for (int t = 0; t + 1 < tokens; t += 2) {
@@ -225,11 +225,11 @@ def load_query(shape: AttendShape) -> str:
     """Print load_query."""
     spec = shape.spec
     pad = ""
-    if shape.k_channels > spec.head_dim_qk:
-        pad = render(QUERY_PAD, head_dim=spec.head_dim_qk, k_channels=shape.k_channels) + "\n"
+    if shape.q_stride > spec.head_dim_qk:
+        pad = render(QUERY_PAD, head_dim=spec.head_dim_qk, q_stride=shape.q_stride) + "\n"
     return render(
         LOAD_QUERY,
-        k_channels=shape.k_channels,
+        q_stride=shape.q_stride,
         group=shape.group,
         ctype=CTYPE[spec.dtype],
         head_dim=spec.head_dim_qk,
@@ -242,7 +242,7 @@ def scores(shape: AttendShape) -> str:
     """Print scores; a tile of 16 tokens takes one or several vectors."""
     lanes = shape.isa.lanes
     whole = lanes == 16
-    pair = " * 2" if shape.spec.k_format == "bf16" else ""
+    pair = " * 2" if shape.layout.k_format == "bf16" else ""
     # Bytes of V per call of load_k, which takes two channels of one vector of tokens.
     loads = shape.k_channels // 2 * (16 // lanes)
     fetch = -(-shape.v_token_bytes * 16 // loads)
@@ -250,8 +250,9 @@ def scores(shape: AttendShape) -> str:
     loop = f"UNROLL for (int i = 0; i < {fetch}; i += 64)\n          "
     return render(
         SCORES,
-        ctype=CTYPE[shape.spec.k_format],
+        ctype=CTYPE[shape.layout.k_format],
         k_channels=shape.k_channels,
+        q_stride=shape.q_stride,
         v_offset=shape.v_offset,
         v_token_bytes=shape.v_token_bytes,
         chunk=shape.chunk,
@@ -290,7 +291,7 @@ def online_softmax(shape: AttendShape) -> str:
 
 def accumulate(shape: AttendShape) -> str:
     """Print accumulate for whole vectors and, if rows of V end in one, for half a vector."""
-    fetch = -(-shape.v_offset // (shape.spec.page_size // 2))
+    fetch = -(-shape.v_offset // (shape.layout.page_size // 2))
     fetch += fetch % 2
     halves = [] if shape.half_channel is None else ["half_"]
     if shape.v_channels >= shape.isa.lanes:
@@ -299,9 +300,10 @@ def accumulate(shape: AttendShape) -> str:
         render(
             ACCUMULATE,
             half=half,
-            ctype=CTYPE[shape.spec.v_format],
+            ctype=CTYPE[shape.layout.v_format],
             v_offset=shape.v_offset,
-            page_size=shape.spec.page_size,
+            page_size=shape.layout.page_size,
+            page_tokens=shape.page_tokens,
             fetch_bytes=fetch,
             fetch_half=fetch // 2,
             chunk=shape.chunk,

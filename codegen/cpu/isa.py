@@ -11,7 +11,7 @@ from types import ModuleType
 
 from kvcompile.codegen.cpu import vector_avx2, vector_avx512, vector_portable
 from kvcompile.codegen.errors import UnsupportedKernelError
-from kvcompile.codegen.spec import IsaName
+from kvcompile.codegen.spec import IsaName, KernelSpec
 
 EXP2_FRACTION = """
 // 2^r for |r| <= 1/2: minimax polynomial, relative error 1.6e-8 before rounding
@@ -99,6 +99,9 @@ ISAS: dict[IsaName, Isa] = {
 }
 """Best first: `detect_isa` takes the first that the CPU has."""
 
+INTEGER_DOT = "avx512_vnni"
+"""What /proc/cpuinfo calls the dot product of bytes, which compute="int8" is made of."""
+
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
@@ -144,3 +147,24 @@ def require_isa(name: str) -> IsaName:
                 )
             return known
     raise UnsupportedKernelError(f"unknown instruction set {name!r}; known: {', '.join(ISAS)}")
+
+
+def has_integer_dot(isa: IsaName) -> bool:
+    """Return whether attend kernels for `isa` may use compute="int8" on this CPU."""
+    return isa == "avx512" and INTEGER_DOT in cpu_flags()
+
+
+def compiler_flags(spec: KernelSpec) -> tuple[str, ...]:
+    """Return the compiler flags for the instructions that `spec` uses."""
+    return ISAS[spec.isa].flags + (("-mavx512vnni",) if spec.compute == "int8" else ())
+
+
+def require_cpu(spec: KernelSpec) -> None:
+    """Check that this CPU can run the kernel of `spec`.
+
+    Raises:
+        UnsupportedKernelError: It lacks the instruction set, or the dot product of bytes.
+    """
+    require_isa(spec.isa)
+    if spec.compute == "int8" and not has_integer_dot(spec.isa):
+        raise UnsupportedKernelError(f"compute int8 needs {INTEGER_DOT}, which this CPU lacks")

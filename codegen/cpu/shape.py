@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcompile.codegen.cpu.isa import ISAS, Isa
 from kvcompile.codegen.cpu.pages import record_layout
-from kvcompile.codegen.formats import padded_channels
 from kvcompile.codegen.formats.base import round_up
+from kvcompile.codegen.layout import RecordLayout
 from kvcompile.codegen.spec import MOST_QUERIES, KernelSpec
 
 MOST_BLOCK_ROWS = 6
@@ -26,13 +26,29 @@ def split_evenly(count: int, most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class AttendShape:
-    """Literals of an attend kernel.
+    """Literals of an attend kernel, for the pages of one kind.
 
     A *row* is one query token of one query head. The rows of a KV head are taken in panels
     (their scores stay on the stack), a panel in blocks (their sums stay in registers).
+
+    Attributes:
+        spec: The kernel.
+        of_window: Whether the pages are the exact ones beside quantized pages.
     """
 
     spec: KernelSpec
+    of_window: bool = False
+
+    @property
+    def layout(self) -> RecordLayout:
+        """The layout of the records."""
+        layout = record_layout(self.spec)
+        return layout.exact if self.of_window else layout
+
+    @property
+    def window(self) -> AttendShape:
+        """The same kernel's literals for the exact pages beside quantized ones."""
+        return replace(self, of_window=True)
 
     @property
     def isa(self) -> Isa:
@@ -75,23 +91,36 @@ class AttendShape:
     @property
     def k_channels(self) -> int:
         """Channels of a stored key."""
-        return padded_channels(self.spec.head_dim_qk)
+        return self.layout.format("k").channels(self.layout.part("k"))
+
+    @property
+    def q_stride(self) -> int:
+        """Floats of a query row: its channels, and zeros for the pad channels of any record."""
+        widest = replace(self, of_window=False).k_channels
+        return max(widest, self.window.k_channels) if self.spec.is_grouped else widest
 
     @property
     def v_channels(self) -> int:
         """Channels of a stored value."""
-        return padded_channels(self.spec.head_dim_vo)
+        return self.layout.format("v").channels(self.layout.part("v"))
 
     @property
     def v_offset(self) -> int:
         """Offset of V in a record, in bytes."""
-        return record_layout(self.spec).v_offset
+        return self.layout.v_offset
 
     @property
     def v_token_bytes(self) -> int:
         """Bytes of V per token of a record."""
-        layout = record_layout(self.spec)
-        return layout.v_bytes // layout.page_size
+        return self.layout.v_bytes // self.layout.page_size
+
+    @property
+    def page_tokens(self) -> str:
+        """The C++ expression for how many tokens page `page` of a chunk holds."""
+        if self.of_window:
+            return "chunk.filled[page]"
+        size = self.layout.page_size
+        return f"std::min({size}, chunk.tokens - page * {size})"
 
     @property
     def out_channels(self) -> int:

@@ -87,7 +87,7 @@ def test_what_cannot_be_printed_is_refused_with_a_hint() -> None:
         Case(mask="additive", mask_dtype="fp16"): "a fp16 mask with bf16 queries. Convert",
         Case(page_size=48): "page_size 48. Choose one of",
         Case(dims=(2000, 64)): "head_dim_qk 2000. 1 to 1024",
-        Case(store="int3"): "unknown cache format 'int3'; known: fp32, bf16, fp16",  # type: ignore[arg-type]
+        Case(store="int5"): "unknown cache format 'int5'; known: fp32, bf16, fp16",  # type: ignore[arg-type]
     }
     for case, words in refused.items():
         with pytest.raises(UnsupportedKernelError, match=re.escape(words)):

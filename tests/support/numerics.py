@@ -17,6 +17,7 @@ from kvcompile.codegen.spec import DTypeName, IsaName, KernelSpec, MaskKind, Op,
 from kvcompile.reference.attention import attention
 from kvcompile.runtime import torch_path
 from tests.support.fake_store import FakeStore
+from tests.support.quantized_store import QuantizedFakeStore
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UNIT = 2.0**-24
@@ -131,7 +132,7 @@ class Case:
 class Problem:
     """One call of attend; a mask is anything that broadcasts to [B, H, S, kv_len or more]."""
 
-    store: FakeStore
+    store: FakeStore | QuantizedFakeStore
     q: torch.Tensor
     kv_len: int
     mask: torch.Tensor | None = None
@@ -180,29 +181,37 @@ class Problem:
           multiplication and addition may round separately, which adds u per term and is absorbed
           by counting the chunk's terms twice.
         * the quotient adds 2 u, the output its own unit roundoff.
+        * a quantized element is a product and a minimum, which are summed apart: all of the above
+          holds for the magnitudes of its two terms instead of its own. The product with the scale,
+          the last sum, and the reference's own element round once more each.
         """
-        k, v = (self.store.stored(role, self.kv_len).double() for role in ("k", "v"))
         q, bias = self.q.double(), self.bias()
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        group = q.shape[1] // self.store.num_kv_heads
+        k, v, k_size, v_size = (
+            x.double().repeat_interleave(group, 1)
+            for stored in (self.store.stored, self.store.terms)
+            for x in (stored("k", self.kv_len), stored("v", self.kv_len))
+        )
+        extra = self.store.extra_roundings
         log2e = 1 / math.log(2)
         scores = q @ k.mT * self.scale + bias
-        size = q.abs() @ k.abs().mT * self.scale * log2e
+        size = q.abs() @ k_size.mT * self.scale * log2e
         finite = bias.masked_fill(bias.abs() > 1e30, 0).abs() * log2e
-        score_error = UNIT * ((q.shape[-1] / 2 + 6) * size + 3 * finite + size + finite)
+        score_error = UNIT * ((q.shape[-1] / 2 + 6 + extra) * size + 3 * finite + size + finite)
 
         highest = scores.amax(-1, keepdim=True)
         below = ((highest - scores) * log2e).nan_to_num(0, 0, 0)
         weight_error = math.log(2) * (score_error + UNIT * below) + 16 * UNIT
         weights = torch.softmax(scores, -1).nan_to_num(0)
-        chunks = -(-self.kv_len // chunk)
-        sum_error = (2 * min(chunk, self.kv_len) + chunks + 6) * UNIT
+        # Quantized and exact tokens make chunks of their own, of which one each may be short.
+        chunks = -(-self.kv_len // chunk) + extra
+        sum_error = (2 * min(chunk, self.kv_len) + chunks + 6 + extra) * UNIT
 
-        size = weights @ v.abs()
-        numerator = (weights * weight_error) @ v.abs() + sum_error * size
+        size = weights @ v_size
+        numerator = (weights * weight_error) @ v_size + sum_error * size
         denominator = (weights * weight_error).sum(-1, keepdim=True) + sum_error
         out = (weights @ v).abs()
-        flushed = 2.0**-120 * v.abs().amax()
+        flushed = 2.0**-120 * v_size.amax()
         fp32 = numerator + out * denominator + 2 * UNIT * out + flushed
         unit = OUTPUT_UNIT[self.q.dtype]
         return 1.01 * (fp32 + unit * (out + fp32)) + SMALLEST[self.q.dtype]
