@@ -61,6 +61,7 @@ def levels(layout: RecordLayout, role: Role, records: torch.Tensor) -> Levels:
     codes = format_.decode(shape, only_codes)
 
     def spread(which: int) -> torch.Tensor:
+        """Return the scales (0) or minima (1) of all elements."""
         if role == "k":
             return groups[0][which].unsqueeze(-2).expand_as(codes)
         return torch.cat(
@@ -71,8 +72,8 @@ def levels(layout: RecordLayout, role: Role, records: torch.Tensor) -> Levels:
             dim=-1,
         )
 
-    dense = (x.double().flatten(-3, -2) for x in (codes, spread(0), spread(1)))
-    return Levels(*dense, bits=format_.bits)
+    codes, scale, minimum = (x.double().flatten(-3, -2) for x in (codes, spread(0), spread(1)))
+    return Levels(codes, scale, minimum, format_.bits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,8 +218,9 @@ class IntegerAttention:
     def _pages(self) -> Levels:
         """Return K as [..., N, P, D]."""
         pages = (self.k.codes.shape[-2] // self.page_size, self.page_size)
-        k = (x.unflatten(-2, pages) for x in (self.k.codes, self.k.scale, self.k.minimum))
-        return Levels(*k, bits=self.k.bits)
+        dense = (self.k.codes, self.k.scale, self.k.minimum)
+        codes, scale, minimum = (x.unflatten(-2, pages) for x in dense)
+        return Levels(codes, scale, minimum, self.k.bits)
 
     @staticmethod
     def _rows(x: torch.Tensor) -> torch.Tensor:
