@@ -1,222 +1,230 @@
-"""Speed of one attention call of a decode step: pages and generated kernel against dense SDPA.
+"""Speed of one attention call of a decode step: pages and generated kernels against dense SDPA.
 
-    python -m benchmarks.attention --contexts 1024 8192 32768
-    python -m benchmarks.attention --heads 32 8 --head-dim 128 --dtypes bf16 --json out.json
+    python -m benchmarks.attention --quick
+    python -m benchmarks.attention --json attention.json --plot attention.png
+    python -m benchmarks.attention --shapes 32/8/128 --contexts 8192 --formats auto,k8v4,int2
 
-Candidates take turns, call by call, and rotate over the caches of several layers, whose pages lie
-in random order. A time is the p25 of single calls. The stream is what a plain sum over memory
-reads per second in the same run. Before anything is timed the results are compared; a benchmark
-of wrong results is refused.
+All candidates of a setting take turns, call by call and in an order drawn anew for each turn. Each
+rotates over the caches of several layers (30, or as many as have 512 MiB of dense K and V), so that
+K and V come from memory; pages lie in random order. A time is the p25 of single calls.
+
+Beside dense SDPA, of the model's dtype and of fp32, there are the steps that a cache in pages
+replaces: `cat` of the new token and SDPA, as `DynamicCache` does; decoding a packed cache and SDPA,
+as `QuantizedCache` does; and flex_attention, compiled. The stream is what a plain sum over memory
+reads per second in the same turns. Arenas ask for memory pages of 2 MiB, and so does the stream;
+PyTorch's tensors do not.
+
+Before anything is timed, results are compared; a benchmark of wrong results is refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.decoding import interleave, machine
-from kvcompile.codegen.layout import RecordLayout
-from kvcompile.runtime import launch
+from benchmarks.arguments import (
+    DTYPES,
+    add_formats,
+    add_outputs,
+    check_outputs,
+    formats_of,
+    write_json,
+)
+from benchmarks.attention_candidates import (
+    STREAM_BYTES,
+    append_name,
+    dense_candidates,
+    memory_needed,
+    packed_candidates,
+    paged_candidates,
+    rotating,
+    wide_candidates,
+)
+from benchmarks.attention_results import Figures, Result, panel_of, plot, tables
+from benchmarks.stores import PagedFormat, Setting, Shape, new_dense, paged_format
+from benchmarks.timing import conditions, describe, interleave, load
+from kvcompile.options import OptionError
 from kvcompile.runtime.arena import Arena
-from kvcompile.runtime.store import PagedStore
 
-FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-STREAM_BYTES = 512 << 20
-
-
-class WrongResultError(RuntimeError):
-    """Kernel and SDPA disagree: their times would mean nothing."""
+COMPILED_AT = (1, 8192)
+"""Batch and tokens of the one setting where the slow compilers take part."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One attention of one model at one length."""
-
-    dtype: str
-    batch: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    context: int
-    page_size: int
-    layers: int
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of K and V that one call has to read."""
-        tokens = self.batch * self.context * self.num_kv_heads
-        return tokens * 2 * self.head_dim * FORMATS[self.dtype].itemsize
+def new_stream() -> torch.Tensor:
+    """Return memory to be summed up, as an arena has it."""
+    memory = Arena(STREAM_BYTES)
+    (page,) = memory.allocate(1)
+    return memory.page(page).view(torch.float32).fill_(1)
 
 
-@dataclass(frozen=True)
-class Result:
-    """What was measured, in microseconds per call; ratios are against SDPA."""
-
-    setting: Setting
-    paged_us: float
-    sdpa_us: float
-    stream_gb_per_s: float
-
-    @property
-    def ratio(self) -> float:
-        """How many times faster the paged call is."""
-        return self.sdpa_us / self.paged_us
-
-    @property
-    def stream_share(self) -> float:
-        """Share of the stream bandwidth at which the paged call reads K and V."""
-        return self.setting.cache_bytes / self.paged_us / 1e3 / self.stream_gb_per_s
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer's K and V, in pages and dense, and a query."""
-
-    store: PagedStore
-    k: torch.Tensor
-    v: torch.Tensor
-    q: torch.Tensor
-
-    def paged(self) -> torch.Tensor:
-        """Attend over the pages."""
-        scale = self.q.shape[-1] ** -0.5
-        return launch.attend(self.store, self.q, None, False, scale, self.store.length)
-
-    def dense(self) -> torch.Tensor:
-        """Attend over the dense tensors as transformers does."""
-        return F.scaled_dot_product_attention(self.q, self.k, self.v, enable_gqa=True)
-
-
-def new_layers(setting: Setting) -> list[Layer]:
-    """Return the layers of a model, their pages scattered over one arena."""
-    dtype, size = FORMATS[setting.dtype], setting.head_dim
-    layout = RecordLayout(setting.dtype, setting.dtype, size, size, setting.page_size)
-    arena = Arena(layout.page_bytes(setting.num_kv_heads))
-    pages = arena.allocate(
-        setting.layers * setting.batch * -(-setting.context // setting.page_size)
-    )
-    random.Random(0).shuffle(pages)
-    arena.release(pages)
-    layers = []
-    for _ in range(setting.layers):
-        shape = (setting.batch, setting.num_kv_heads, setting.context, size)
-        k, v = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
-        q = torch.randn(setting.batch, setting.num_q_heads, 1, size).to(dtype)
-        store = PagedStore(layout, setting.num_kv_heads, dtype, "cpu", arena, batch=setting.batch)
-        store.append(k, v, 0)
-        store.commit(setting.context)
-        layers.append(Layer(store, k, v, q))
-    return layers
-
-
-def check(layer: Layer) -> None:
-    """Compare both candidates.
-
-    Raises:
-        WrongResultError: They differ by more than two roundings of the output's dtype.
-    """
-    paged, dense = layer.paged().float(), layer.dense().float()
-    tolerance = 2 * torch.finfo(layer.q.dtype).eps * dense.abs().max().item() + 1e-6
-    difference = (paged - dense).abs().max().item()
-    if not difference <= tolerance:
-        raise WrongResultError(f"kernel and SDPA differ by {difference:.2e} > {tolerance:.2e}")
-
-
-def rotate(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """Return a function that makes the next call of `calls` each time."""
-    cycle = itertools.cycle(calls)
-    return lambda: next(cycle)()
-
-
-def measure(setting: Setting, calls: int) -> Result:
+@torch.no_grad()
+def measure(
+    setting: Setting, formats: Sequence[PagedFormat], args: argparse.Namespace, *, compiled: bool
+) -> Result:
     """Time one setting."""
-    layers = new_layers(setting)
-    check(layers[0])
-    stream = torch.ones(STREAM_BYTES // 4)
-    timings = interleave(
-        {
-            "paged": rotate([layer.paged for layer in layers]),
-            "sdpa": rotate([layer.dense for layer in layers]),
-        },
-        calls,
-    )
-    streamed = interleave({"sum": stream.sum}, 10)["sum"].p25
-    return Result(
-        setting,
-        timings["paged"].p25 * 1e6,
-        timings["sdpa"].p25 * 1e6,
-        STREAM_BYTES / streamed / 1e9,
-    )
-
-
-def table(results: list[Result]) -> Table:
-    """Return the results as a table."""
-    shown = Table(title=" ".join(f"{key} {value}" for key, value in machine().items()))
-    for column in ("model", "batch", "tokens", "paged us", "SDPA us", "ratio", "of stream"):
-        shown.add_column(column, justify="left" if column == "model" else "right")
-    for result in results:
-        setting = result.setting
-        shown.add_row(
-            f"{setting.dtype} {setting.num_q_heads}q/{setting.num_kv_heads}kv D{setting.head_dim}",
-            str(setting.batch),
-            str(setting.context),
-            f"{result.paged_us:.0f}",
-            f"{result.sdpa_us:.0f}",
-            f"{result.ratio:.2f}x",
-            f"{result.stream_share:.0%}",
-        )
-    return shown
-
-
-def main(arguments: Sequence[str] | None = None) -> list[Result]:
-    """Measure, print and return the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768])
-    parser.add_argument("--dtypes", nargs="+", choices=list(FORMATS), default=["bf16", "fp32"])
-    parser.add_argument("--heads", type=int, nargs=2, default=[9, 3], metavar=("Q", "KV"))
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--page-size", type=int, default=32)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--calls", type=int, default=80)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(arguments)
     torch.manual_seed(0)
-    results = [
-        measure(
-            Setting(
-                dtype,
-                args.batch,
-                args.heads[0],
-                args.heads[1],
-                args.head_dim,
-                context,
-                args.page_size,
-                args.layers,
-            ),
-            args.calls,
+    layers = new_dense(setting)
+    groups = [list(dense_candidates(layers, compiled=compiled)), list(wide_candidates(layers))]
+    groups += [list(packed_candidates(layers, bits, compiled=compiled)) for bits in args.dequantize]
+    groups += [list(paged_candidates(setting, paged, layers)) for paged in formats]
+    steps = rotating(groups)
+    steps["stream"] = new_stream().sum
+    timings = interleave(steps, args.calls, warm_up=2, seconds=args.seconds)
+    figures = {
+        candidate.name: Figures(
+            candidate.name,
+            timings[candidate.name],
+            candidate.nbytes,
+            timings.get(append_name(candidate)),
         )
-        for dtype in args.dtypes
+        for group in groups
+        for candidate in group
+    }
+    return Result(setting, figures, STREAM_BYTES / timings["stream"].p25)
+
+
+def settings_of(args: argparse.Namespace) -> list[Setting]:
+    """Return what is to be measured."""
+    return [
+        Setting(shape, args.dtype, batch, context)
+        for shape in args.shapes
+        for batch in args.batches
         for context in args.contexts
     ]
-    Console().print(table(results))
-    if args.json:
-        rows = [asdict(r) | {"ratio": r.ratio, "stream_share": r.stream_share} for r in results]
-        args.json.write_text(json.dumps({"machine": machine(), "results": rows}, indent=2))
-    return results
+
+
+def is_compiled(setting: Setting, settings: Sequence[Setting], which: str) -> bool:
+    """Whether flex_attention and a compiled dequantization take part.
+
+    Args:
+        setting: The setting.
+        settings: All that are measured.
+        which: `none`, `all`, or `one`: the first of batch 1 and 8,192 tokens.
+    """
+    if which == "one":
+        first = (s for s in settings if (s.batch, s.context) == COMPILED_AT)
+        return setting == next(first, None)
+    return which == "all"
+
+
+def shape(text: str) -> Shape:
+    """Parse a shape for argparse."""
+    try:
+        return Shape.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def new_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--shapes",
+        type=shape,
+        nargs="+",
+        default=[Shape(9, 3, 64), Shape(32, 8, 128)],
+        metavar="H/K/D",
+        help="query heads, KV heads and channels of a head: 9/3/64 32/8/128",
+    )
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the dense K and V")
+    add_formats(parser, "auto,int8,int4,int2")
+    parser.add_argument(
+        "--computes",
+        nargs="+",
+        choices=("int8", "fp32"),
+        default=["int8", "fp32"],
+        help="ways of multiplying quantized numbers, as far as a format has them",
+    )
+    parser.add_argument(
+        "--dequantize",
+        type=int,
+        nargs="*",
+        choices=(8, 4),
+        default=[8, 4],
+        help="bits of the caches that are decoded before SDPA",
+    )
+    parser.add_argument(
+        "--compiled",
+        choices=("none", "one", "all"),
+        default="one",
+        help="settings with flex_attention and a compiled decoding, which take long to compile; "
+        "one is the first of batch 1 and 8,192 tokens",
+    )
+    parser.add_argument("--calls", type=int, default=80, help="most timed calls of each candidate")
+    parser.add_argument("--seconds", type=float, default=20.0, help="most time of one setting")
+    parser.add_argument("--memory", type=float, default=10.0, help="most GiB of one setting")
+    parser.add_argument("--threads", type=int, help="of PyTorch and of the kernels")
+    parser.add_argument("--quick", action="store_true", help="one shape at 8,192 tokens: a minute")
+    add_outputs(parser)
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[Setting, list[PagedFormat]]]:
+    """Return the arguments, and the formats of every setting; refuse what cannot be measured."""
+    parser = new_parser()
+    args = parser.parse_args(arguments)
+    if args.quick:
+        args.shapes, args.contexts, args.batches = args.shapes[:1], [8192], [1]
+        args.compiled = "none"
+    check_outputs(parser, args)
+    requests = formats_of(parser, args, {})
+    settings = {}
+    try:
+        for setting in settings_of(args):
+            settings[setting] = [
+                paged_format(request, setting.shape, setting.torch_dtype, args.computes)
+                for request in requests
+            ]
+    except OptionError as error:
+        parser.error(str(error))
+    return args, settings
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure and print what the command line asks for."""
+    args, settings = parse(arguments)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    console, found = Console(highlight=False), conditions()
+    if not console.is_terminal:
+        console.width = 160
+    console.print(describe(found), markup=False)
+    results: list[Result] = []
+    for title, panel in itertools.groupby(settings, panel_of):
+        for setting in panel:
+            needed = memory_needed(setting, settings[setting], args.dequantize) / 2**30
+            if needed > args.memory:
+                console.print(f"{setting}: skipped, it needs {needed:.1f} GiB; see --memory")
+                continue
+            console.print(f"{setting}: calls rotate over {setting.layers} layers")
+            compiled = is_compiled(setting, list(settings), args.compiled)
+            results.append(measure(setting, settings[setting], args, compiled=compiled))
+            if args.json is not None:
+                # After each setting: a long run that is stopped has not run for nothing.
+                write_json(args.json, as_json(results, found))
+        measured = [result for result in results if panel_of(result.setting) == title]
+        for table in tables(title, measured):
+            console.print(table)
+    if args.plot is not None:
+        plot(results, describe(found), args.plot)
+
+
+def as_json(results: Sequence[Result], found: Mapping[str, str]) -> dict[str, Any]:
+    """Return everything for a file."""
+    return {
+        "machine": {**found, "load after": f"{load():.2f}"},
+        "results": [result.as_json() for result in results],
+    }
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

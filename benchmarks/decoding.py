@@ -1,21 +1,17 @@
-"""Decoding step by step, timed: what the demonstration and the benchmarks share."""
+"""Decoding step by step: what the demonstration and the benchmarks share."""
 
 from __future__ import annotations
 
-import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 import kvcompile
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-WARM_UP_STEPS = 4
+from kvcompile.calling import isolated
 
 
 @dataclass
@@ -57,67 +53,37 @@ def new_decoder(model: PreTrainedModel, run: Any) -> Decoder:
     return Decoder(run, DynamicCache(config=model.config))
 
 
-def kv_bytes(cache: Cache) -> int:
-    """Return the bytes a cache holds: of its pages, or of its dense tensors."""
-    if paged := int(kvcompile.memory_report(cache).allocated):
-        return paged
-    states = [getattr(layer, name) for layer in cache.layers for name in ("keys", "values")]
-    return sum(int(state.nbytes) for state in states)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Times of single steps, seconds, sorted."""
-
-    seconds: tuple[float, ...]
-
-    def quantile(self, q: float) -> float:
-        """Return the time that a share `q` of the steps did not exceed."""
-        return self.seconds[min(int(q * len(self.seconds)), len(self.seconds) - 1)]
-
-    @property
-    def p25(self) -> float:
-        """A low quantile: noise of a shared machine only ever adds time."""
-        return self.quantile(0.25)
-
-    @property
-    def median(self) -> float:
-        """The usual step."""
-        return self.quantile(0.5)
-
-    def as_json(self) -> dict[str, float]:
-        """Return milliseconds, for a file."""
-        return {"p25_ms": self.p25 * 1e3, "median_ms": self.median * 1e3}
-
-
-def interleave(steps: Mapping[str, Callable[[], object]], count: int) -> dict[str, Timing]:
-    """Time several candidates in one process, taking turns step by step.
+def paged_decoder(model: PreTrainedModel, name: str, options: Mapping[str, Any]) -> Decoder:
+    """Return a decoder whose `DynamicCache` lies in kvcompile's pages.
 
     Args:
-        steps: What to run, by name. Each is warmed up first.
-        count: Timed steps of each.
+        model: Left as it is; other wrappers of it are compiled apart.
+        name: What its code is called in Dynamo's logs.
+        options: Options of the backend.
     """
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(WARM_UP_STEPS + count):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if turn >= WARM_UP_STEPS:
-                times[name].append(time.perf_counter() - start)
-    return {name: Timing(tuple(sorted(values))) for name, values in times.items()}
+    run = torch.compile(isolated(model, name), backend="kvcompile", options=dict(options))
+    return new_decoder(model, run)
 
 
-def machine() -> dict[str, str]:
-    """Return what a figure must be read with: processor, threads, versions."""
-    info = Path("/proc/cpuinfo")
-    names = [
-        line.partition(":")[2].strip()
-        for line in (info.read_text().splitlines() if info.exists() else [])
-        if line.startswith("model name")
-    ]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "threads": str(torch.get_num_threads()),
-        "torch": torch.__version__,
-        "kvcompile": kvcompile.__version__,
-    }
+def kv_bytes(cache: Cache) -> int:
+    """Return the bytes a cache holds: of its pages, or of all tensors of its layers."""
+    if paged := int(kvcompile.memory_report(cache).allocated):
+        return paged
+    tensors = [tensor for layer in cache.layers for tensor in tensors_in(vars(layer))]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors in containers, and those that tensors of other classes consist of."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, torch.Tensor):
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is None:
+            yield value
+        else:
+            yield from tensors_in([getattr(value, name) for name in flatten()[0]])

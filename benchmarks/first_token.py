@@ -18,7 +18,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.decoding import DTYPES, new_decoder
+from benchmarks.arguments import DTYPES
+from benchmarks.decoding import new_decoder
 from tests.support.smollm2 import load_model, long_prompt
 from tests.support.tiny_models import prompt, tiny_llama
 

@@ -3,8 +3,9 @@
     python -m examples.demo [--context 1024] [--steps 48]
 
 First SmolLM2-135M-Instruct answers in float32, twice: the texts are compared token by token. Then
-both sides decode in bfloat16 after a long prompt, taking turns step by step, and a table says how
-fast each was and what its cache holds.
+the unmodified model, and two compiled ones with an exact and with a 4-bit cache, decode in bfloat16
+after a long prompt, taking turns step by step. A table says how fast each was, what its cache
+holds, and how far its predictions of a given text are from the unmodified model's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
@@ -20,11 +22,20 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import kvcompile
-from benchmarks.decoding import Decoder, Timing, interleave, kv_bytes, machine, new_decoder
+from benchmarks.decoding import Decoder, kv_bytes, new_decoder, paged_decoder
+from benchmarks.timing import Timing, interleave
+from kvcompile.evaluation import compare
+from kvcompile.machine import machine
 from kvcompile.reports import collect
 from tests.support.smollm2 import load_model, load_tokenizer, long_prompt
 
 QUESTION = "Explain in three sentences why the sky is blue."
+UNMODIFIED = "unmodified"
+COMPILED: dict[str, dict[str, str]] = {
+    "compiled, exact cache": {},
+    "compiled, int4 cache": {"kv_cache_dtype": "int4"},
+}
+"""Options of the backend, by name of the side."""
 
 
 class Progress:
@@ -65,53 +76,79 @@ def answer_twice(progress: Progress, new_tokens: int) -> bool:
     return same
 
 
-def decode_both(
-    progress: Progress, model: PreTrainedModel, context: int, steps: int
-) -> tuple[dict[str, Decoder], dict[str, Timing]]:
-    """Decode unmodified and compiled after one prompt; return both sides and their times."""
-    ids = long_prompt(context)
+@dataclass(frozen=True)
+class Side:
+    """One way to decode: its sequence, its times, and its distance from the unmodified model.
+
+    Attributes:
+        decoder: The sequence.
+        timing: Single steps.
+        kl: Mean KL(unmodified || side) of the given tokens, in nats.
+    """
+
+    decoder: Decoder
+    timing: Timing
+    kl: float
+
+
+def decode_all(
+    progress: Progress, model: PreTrainedModel, context: int, steps: int, given: int
+) -> dict[str, Side]:
+    """Decode after one prompt: first `given` tokens of the text, then freely and timed."""
     torch._dynamo.reset()
-    sides = {
-        "unmodified": new_decoder(model, model),
-        "compiled": new_decoder(model, torch.compile(model, backend="kvcompile")),
-    }
-    progress(f"prompt of {context} tokens, unmodified")
-    sides["unmodified"].prefill(ids)
-    progress("prompt and first step, compiled: compiling two graphs")
-    with collect() as graphs:
-        start = time.perf_counter()
-        sides["compiled"].prefill(ids)
-        sides["compiled"].step()
-        seconds = time.perf_counter() - start
-    passes = sum(graph.seconds for graph in graphs)
-    progress(f"compiled in {seconds:.1f} s, {passes:.1f} s of it in kvcompile's passes")
-    sides["unmodified"].step()
+    prompt, text = long_prompt(context + given + 1).split([context, given + 1], dim=1)
+    progress(f"prompt of {context} tokens, {UNMODIFIED}")
+    decoders = {UNMODIFIED: new_decoder(model, model)}
+    decoders[UNMODIFIED].prefill(prompt)
+    expected = read(decoders[UNMODIFIED], text)
+    divergences = {UNMODIFIED: 0.0}
+    for name, options in COMPILED.items():
+        decoders[name] = paged_decoder(model, name, options)
+        progress(f"prompt and {given} steps, {name}: compiling two graphs")
+        with collect() as graphs:
+            decoders[name].prefill(prompt)
+            found = read(decoders[name], text)
+        passes = sum(graph.seconds for graph in graphs)
+        progress(f"compiled, {passes:.1f} s of it in kvcompile's passes")
+        divergences[name] = compare(expected, found, text[0, 1:]).kl.mean().item()
     progress(f"timing {steps} steps of each, taking turns")
-    return sides, interleave({name: side.step for name, side in sides.items()}, steps)
+    timings = interleave({name: decoder.step for name, decoder in decoders.items()}, steps)
+    return {name: Side(d, timings[name], divergences[name]) for name, d in decoders.items()}
 
 
-def show(
-    progress: Progress, sides: dict[str, Decoder], timings: dict[str, Timing], context: int
-) -> None:
+def read(decoder: Decoder, text: torch.Tensor) -> torch.Tensor:
+    """Feed all but the last token of text, int64 [1, S], one by one; return logits [S - 1, V]."""
+    logits = []
+    for token in text[:, :-1].split(1, dim=1):
+        decoder.token = token
+        logits.append(decoder.step()[0])
+    return torch.cat(logits)
+
+
+def show(progress: Progress, sides: dict[str, Side], context: int, given: int) -> None:
     """Print the table."""
     table = Table(title=f"SmolLM2-135M-Instruct, bfloat16, {context} tokens of context")
-    table.add_column("")
-    for column in ("tokens/s", "ms per token", "faster", "KV cache"):
+    table.add_column("", no_wrap=True)
+    for column in ("tokens/s", "ms per token", "faster", "KV cache", "KL"):
         table.add_column(column, justify="right")
     for name, side in sides.items():
-        median = timings[name].median
+        median = side.timing.median
         table.add_row(
             name,
             f"{1 / median:.1f}",
             f"{median * 1e3:.1f}",
-            f"{timings['unmodified'].median / median:.2f} x",
-            f"{kv_bytes(side.cache) / 2**20:.1f} MiB",
+            f"{sides[UNMODIFIED].timing.median / median:.2f} x",
+            f"{kv_bytes(side.decoder.cache) / 2**20:.1f} MiB",
+            "-" if name == UNMODIFIED else f"{side.kl:.4f}",
         )
     progress.console.print(table)
-    dense = kvcompile.memory_report(sides["compiled"].cache).materializations
     progress.console.print(
-        f"operators that needed the compiled side's cache dense: {dense or 'none'}"
+        f"KL: mean divergence from the unmodified model over {given} tokens of text, in nats; that "
+        "of the exact cache is what rounding to bfloat16 in another order makes"
     )
+    for name in COMPILED:
+        dense = kvcompile.memory_report(sides[name].decoder.cache).materializations
+        progress.console.print(f"operators that needed a dense cache, {name}: {dense or 'none'}")
     progress.console.print(
         "medians of single steps; " + ", ".join(f"{k} {v}" for k, v in machine().items())
     )
@@ -122,6 +159,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.demo")
     parser.add_argument("--context", type=int, default=1024, help="tokens of the long prompt")
     parser.add_argument("--steps", type=int, default=48, help="timed steps of each side")
+    parser.add_argument("--given", type=int, default=96, help="tokens of text that KL is taken of")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens of the answer")
     args = parser.parse_args(arguments)
     logging.disable_progress_bar()
@@ -130,8 +168,8 @@ def main(arguments: list[str]) -> int:
     same = answer_twice(progress, args.new_tokens)
     progress("loading the model in bfloat16")
     model = load_model(torch.bfloat16)
-    sides, timings = decode_both(progress, model, args.context, args.steps)
-    show(progress, sides, timings, args.context)
+    sides = decode_all(progress, model, args.context, args.steps, args.given)
+    show(progress, sides, args.context, args.given)
     progress("done")
     return 0 if same else 1
 

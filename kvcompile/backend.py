@@ -129,13 +129,10 @@ def compile(model: nn.Module, **options: Any) -> Any:
 
 def _pass_options(options: CacheOptions) -> PassOptions:
     isa = detect_isa()
-    k_dtype, v_dtype = options.default_dtypes()
     return PassOptions(
         isa=isa,
         has_integer_dot=has_integer_dot(isa),
-        k_cache_dtype=k_dtype,
-        v_cache_dtype=v_dtype,
-        layer_dtypes=options.layer_dtypes(),
+        dtypes=options.dtypes(),
         page_size=options.page_size,
         q_group_size=options.q_group_size,
         residual_length=options.residual_length,

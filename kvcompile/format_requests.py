@@ -30,8 +30,7 @@ class FormatRequest:
 
     def formats(self, dtype: torch.dtype) -> frozenset[str]:
         """Return the formats of K and V that layers of a model may have, as `int8/int4`."""
-        parsed = parse_options(self.options)
-        pairs = (parsed.default_dtypes(), *parsed.layer_dtypes().values())
+        pairs = parse_options(self.options).dtypes().pairs()
         return frozenset("/".join(_stored_as(name, dtype) for name in pair) for pair in pairs)
 
     def shrinks(self, dtype: torch.dtype) -> bool:

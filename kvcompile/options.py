@@ -9,15 +9,13 @@ from typing import Any
 
 from kvcompile.codegen.errors import KvcompileError
 from kvcompile.codegen.formats import get_format
+from kvcompile.passes.layer_dtypes import Dtypes, LayerDtypes
 
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "int8", "int4", "int3", "int2", "int1")
 COMPUTE_DTYPES = ("auto", "int8", "fp32")
 PAGE_SIZES = (16, 32, 64, 128)
 INNER_BACKENDS = ("inductor", "aot_eager", "eager")
 ALIASES = {"block_size": "page_size", "group_size": "q_group_size"}
-
-LayerDtypes = str | Mapping[int | str, str]
-"""One format for all layers, or {layer: format, "default": format}."""
 
 
 class OptionError(KvcompileError, ValueError):
@@ -51,9 +49,9 @@ class CacheOptions:
         verify: Check the invariants after every pass.
     """
 
-    kv_cache_dtype: LayerDtypes = "auto"
-    k_cache_dtype: LayerDtypes | None = None
-    v_cache_dtype: LayerDtypes | None = None
+    kv_cache_dtype: Dtypes = "auto"
+    k_cache_dtype: Dtypes | None = None
+    v_cache_dtype: Dtypes | None = None
     kv_cache_dtype_skip_layers: Sequence[int] = ()
     page_size: int | None = None
     q_group_size: int = 64
@@ -79,7 +77,7 @@ class CacheOptions:
         _one_of("inner_backend", self.inner_backend, INNER_BACKENDS)
         for name in ("strict", "verify"):
             _one_of(name, getattr(self, name), (False, True))
-        for name in self._all_dtypes():
+        for name in sorted(self.dtypes().names()):
             least = 16 if name == "auto" else get_format(name).smallest_page
             if self.page_size is not None and self.page_size < least:
                 raise OptionError(
@@ -87,36 +85,10 @@ class CacheOptions:
                     f"{least}?; a page of it has at least {least} tokens"
                 )
 
-    def default_dtypes(self) -> tuple[str, str]:
-        """Return the formats of K and V of a layer that nothing is said about."""
-        return self.dtypes_of("default")
-
-    def layer_dtypes(self) -> dict[int, tuple[str, str]]:
-        """Return the formats of K and V of the layers that something is said about."""
-        given = (self.kv_cache_dtype, self.k_cache_dtype, self.v_cache_dtype)
-        named = {
-            layer
-            for dtypes in given
-            if isinstance(dtypes, Mapping)
-            for layer in dtypes
-            if isinstance(layer, int)
-        }
-        found = {layer: self.dtypes_of(layer) for layer in sorted(named)}
-        found.update(dict.fromkeys(self.kv_cache_dtype_skip_layers, ("auto", "auto")))
-        return found
-
-    def dtypes_of(self, layer: int | str) -> tuple[str, str]:
-        """Return the formats of K and V that the options name for a layer."""
-        k, v = (
-            _look_up(self.kv_cache_dtype if own is None else own, layer)
-            for own in (self.k_cache_dtype, self.v_cache_dtype)
-        )
-        return k, v
-
-    def _all_dtypes(self) -> set[str]:
-        return {
-            name for pair in (self.default_dtypes(), *self.layer_dtypes().values()) for name in pair
-        }
+    def dtypes(self) -> LayerDtypes:
+        """Return the formats by layer."""
+        skipped = tuple(self.kv_cache_dtype_skip_layers)
+        return LayerDtypes(self.kv_cache_dtype, self.k_cache_dtype, self.v_cache_dtype, skipped)
 
 
 def parse_options(given: Mapping[str, Any] | None) -> CacheOptions:
@@ -138,12 +110,6 @@ def parse_options(given: Mapping[str, Any] | None) -> CacheOptions:
             raise OptionError(f"option {name!r} is given twice, as {raw!r} too")
         parsed[name] = value
     return CacheOptions(**parsed)
-
-
-def _look_up(dtypes: LayerDtypes, layer: int | str) -> str:
-    if isinstance(dtypes, str):
-        return dtypes
-    return dtypes.get(layer, dtypes.get("default", "auto"))
 
 
 def _check_dtypes(name: str, value: object) -> None:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvcompile.passes.ir.remarks import Remark
 from kvcompile.passes.ir.source import where
+from kvcompile.passes.layer_dtypes import LayerDtypes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kvcompile.codegen.spec import IsaName
     from kvcompile.passes.ir.program import Program
     from kvcompile.passes.ir.result import Missed
@@ -25,10 +24,7 @@ class PassOptions:
     Attributes:
         isa: Instruction set the kernels are printed for.
         has_integer_dot: Whether the processor multiplies vectors of bytes.
-        k_cache_dtype: Format of K; `auto` stores the model's dtype exactly.
-        v_cache_dtype: Format of V.
-        layer_dtypes: Site index -> its formats of K and V, where they are other ones; negative
-            indices count from the last site.
+        dtypes: Formats of K and V by layer.
         page_size: Tokens per page; None for the default of the formats.
         q_group_size: Channels of V that share a scale.
         residual_length: Most recent tokens that stay exact in a quantized cache.
@@ -38,19 +34,12 @@ class PassOptions:
 
     isa: IsaName
     has_integer_dot: bool = False
-    k_cache_dtype: str = "auto"
-    v_cache_dtype: str = "auto"
-    layer_dtypes: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    dtypes: LayerDtypes = field(default_factory=LayerDtypes)
     page_size: int | None = None
     q_group_size: int = 64
     residual_length: int = 64
     num_sink_tokens: int = 4
     compute_dtype: str = "auto"
-
-    def cache_dtypes(self, index: int, count: int) -> tuple[str, str]:
-        """Return the formats of K and V of site `index` of `count` sites."""
-        usual = (self.k_cache_dtype, self.v_cache_dtype)
-        return self.layer_dtypes.get(index, self.layer_dtypes.get(index - count, usual))
 
 
 class Pass(Protocol):

@@ -11,6 +11,7 @@ from kvcompile.codegen.formats.integer import IntegerFormat
 from kvcompile.codegen.layout import RecordLayout, Window
 from kvcompile.passes.base import PassOptions, missed, passed
 from kvcompile.passes.ir.plan import StreamPlan
+from kvcompile.passes.ir.remarks import Remark
 from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.ir.stage import Stage
 
@@ -45,6 +46,8 @@ class PlanFormats:
     def run(self, program: Program, options: PassOptions) -> None:
         """Fill `program.plans`."""
         count = len(program.sites)
+        if count and (unknown := options.dtypes.unknown(count)):
+            program.remarks.append(_no_such_layers(self.name, unknown, count))
         for site in program.sites:
             if site.index not in program.streams:
                 continue
@@ -84,7 +87,7 @@ def _plan(site: AttentionSite, sites: int, options: PassOptions) -> StreamPlan |
         return Missed("KVC304", reason, site.k)
     exact = EXACT_FORMATS[k.dtype]
     k_format, v_format = (
-        exact if name == "auto" else name for name in options.cache_dtypes(site.index, sites)
+        exact if name == "auto" else name for name in options.dtypes.of(site.index, sites)
     )
     formats = get_format(k_format), get_format(v_format)
     window = None
@@ -103,6 +106,13 @@ def _plan(site: AttentionSite, sites: int, options: PassOptions) -> StreamPlan |
     if isinstance(compute, Missed):
         return compute
     return StreamPlan(site.index, k.dtype, site.num_kv_heads, layout, compute)
+
+
+def _no_such_layers(origin: str, layers: list[int], count: int) -> Remark:
+    named = ", ".join(map(str, layers))
+    reason = f"the options name layer {named}, but the graph has {count} attentions"
+    hint = f"layers are {-count} to {count - 1}; a graph break starts a new count"
+    return Remark("failed", "KVC306", origin, "", "", reason, hint=hint)
 
 
 def _compute(formats: tuple[Format, Format], options: PassOptions) -> Compute | Missed:

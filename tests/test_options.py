@@ -3,7 +3,7 @@ import torch
 
 import kvcompile
 from kvcompile.options import CacheOptions, OptionError, parse_options
-from kvcompile.passes.base import PassOptions
+from kvcompile.passes.layer_dtypes import LayerDtypes
 
 
 def test_defaults() -> None:
@@ -23,16 +23,18 @@ def test_dtypes_per_layer() -> None:
         v_cache_dtype="int2",
         kv_cache_dtype_skip_layers=[-1],
     )
-    assert options.default_dtypes() == ("int4", "int2")
-    assert options.layer_dtypes() == {0: ("int8", "int2"), -1: ("auto", "auto")}
-    passes = PassOptions(
-        isa="portable",
-        k_cache_dtype="int4",
-        v_cache_dtype="int2",
-        layer_dtypes=options.layer_dtypes(),
-    )
-    found = [passes.cache_dtypes(index, 3) for index in range(3)]
+    found = [options.dtypes().of(layer, 3) for layer in range(3)]
     assert found == [("int8", "int2"), ("int4", "int2"), ("auto", "auto")]
+    assert options.dtypes().names() == {"int8", "int4", "int2"}
+
+
+def test_every_spelling_of_a_layer_counts() -> None:
+    skipped = LayerDtypes({"default": "int4", 2: "int8"}, skipped=(-1,))
+    assert [skipped.of(layer, 3) for layer in range(3)] == [("int4",) * 2] * 2 + [("auto",) * 2]
+    apart = LayerDtypes("int4", {-1: "int8"}, {2: "int2"})
+    assert [apart.of(layer, 3) for layer in (1, 2)] == [("int4", "int4"), ("int8", "int2")]
+    assert LayerDtypes({5: "int8", -1: "int4"}, skipped=(-4, 2)).unknown(3) == [-4, 5]
+    assert LayerDtypes({1: "int8"}).of(0, 2) == ("auto", "auto")
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,6 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
         python=python,
     )
     assert printed.splitlines()[-2:] == ["1.0", str(site_packages / "kvcompile" / "__init__.py")]
-    script = [python.with_name("kvcompile"), "eval", "--help"]
+    script = [str(python.with_name("kvcompile")), "eval", "--help"]
     shown = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert shown.stdout.startswith("Usage: kvcompile eval")

@@ -180,9 +180,7 @@ class Arena:
         self._expected = wanted_pages * self._stores
         if self._slab_bytes is not None:
             return max(self._slab_bytes // self.page_bytes, 1).bit_length() - 1
-        most = max(LARGEST_SLAB_BYTES // self.page_bytes, 1).bit_length() - 1
-        smallest = max(SMALLEST_SLAB_BYTES // self.page_bytes, 1)
-        return min((max(self._expected, smallest) - 1).bit_length(), most)
+        return max(LARGEST_SLAB_BYTES // self.page_bytes, 1).bit_length() - 1
 
     def _pages_of_next_slab(self, wanted_pages: int) -> int:
         most = 1 << self.shift

@@ -45,12 +45,15 @@ def writable_store(past: KVTensor) -> PagedStore:
     store, role, length = _store_of(past), past.role, past.length
     if store.role_length(role) == length:
         return store
-    if not _needed_beyond(store, length, (past,), role):
-        store.truncate(length, role)
+    # A quantized page holds both: whoever cuts it for K has cut it for V.
+    cut = role if store.layout.window is None else None
+    if not _needed_beyond(store, length, (past,), cut):
+        store.truncate(length, cut)
         return store
     # K and V come one after the other: V goes where K has just gone.
     fork = store.derive(("append", length), role, store.fork)
-    fork.truncate(length, role)
+    if fork.role_length(role) > length:
+        fork.truncate(length, cut)
     return fork
 
 

@@ -93,8 +93,10 @@ class Executor:
         outputs: list[Any] = [None] * self._num_outputs
         for position, result in zip(self._kept_outputs, results, strict=True):
             outputs[position] = result
+        with _claiming:  # another thread may fork what is committed, all of it or nothing
+            for store in stores:
+                store.commit(store.appended)
         for state, store in zip(self._states, stores, strict=True):
-            store.commit(store.appended)
             # One handle each: an output may be a copy of another one, and is written on its own.
             for position in state.k_outputs:
                 outputs[position] = KVTensor.of(store, "k")

@@ -71,16 +71,12 @@ def append(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_le
     new = k if k is not None else v
     if new is None:
         return
-    key = (store.layout.symbol, new.dtype)
-    launcher = _appends.get(key)
-    if launcher is None:
-        launcher = _appends[key] = _new_append(store.layout, new.dtype)
-    launcher(store, k, v, past_len)
+    _append_of(store.layout, new.dtype)(store, k, v, past_len)
 
 
 def flush(store: Store, length: int) -> None:
     """Quantize the pages that `length` stored tokens have made old enough, from the ring alone."""
-    _new_append(store.layout, store.dtype)(store, None, None, length)
+    _append_of(store.layout, store.dtype)(store, None, None, length)
 
 
 def attend(
@@ -205,9 +201,13 @@ def _remark(reason: str) -> None:
     )
 
 
-def _new_append(layout: RecordLayout, dtype: torch.dtype) -> Append:
-    kernel = _kernel(layout, dtype, "append")
-    return torch_path.append if kernel is None else _append_launcher(kernel)
+def _append_of(layout: RecordLayout, dtype: torch.dtype) -> Append:
+    launcher = _appends.get((layout.symbol, dtype))
+    if launcher is None:
+        kernel = _kernel(layout, dtype, "append")
+        launcher = torch_path.append if kernel is None else _append_launcher(kernel)
+        _appends[layout.symbol, dtype] = launcher
+    return launcher
 
 
 def _append_launcher(kernel: Kernel) -> Append:

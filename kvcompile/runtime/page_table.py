@@ -43,18 +43,25 @@ class PageTable:
         # Pages go back when the store dies, not when the interpreter ends.
         weakref.finalize(self, _release_rows, arena, self.rows).atexit = False
 
-    def extend(self, missing: Sequence[int], holes: Sequence[int] | None = None) -> None:
-        """Add `missing[b]` fresh pages to each row, after `holes[b]` entries without a page.
+    def extend(
+        self, missing: Sequence[int], *, holes_from: int = 0, holes: Sequence[int] | None = None
+    ) -> None:
+        """Add `missing[b]` fresh pages to each row; if memory runs out, no row has changed.
 
-        All or nothing: if memory runs out, no row has changed.
+        Args:
+            missing: Pages to add.
+            holes_from: First number that a hole can have.
+            holes: Entries without a page that come once `holes_from` is reached.
         """
         fresh = iter(self.arena.allocate(sum(missing)))
         for b, count in enumerate(missing):
             empty = holes[b] if holes else 0
             if count or empty:
-                first = len(self.rows[b])
-                self.rows[b] += [HOLE] * empty
-                self.rows[b] += [next(fresh) for _ in range(count)]
+                row, first = self.rows[b], len(self.rows[b])
+                before = min(max(holes_from - first, 0), count) if empty else count
+                row += [next(fresh) for _ in range(before)]
+                row += [HOLE] * empty
+                row += [next(fresh) for _ in range(count - before)]
                 self.write_row(b, first)
         self.point_to_slabs()
 

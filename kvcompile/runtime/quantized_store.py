@@ -22,6 +22,7 @@ from kvcompile.codegen.formats import TILE
 from kvcompile.codegen.state import EXACT_PAGES, QUANTIZED, RING_FROM
 from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime import launch
+from kvcompile.runtime.errors import CacheGapError
 from kvcompile.runtime.page_table import HOLE, PageTable
 from kvcompile.runtime.rows import Holding, PageRows
 from kvcompile.runtime.store import PagedStore
@@ -120,7 +121,7 @@ class QuantizedStore(PagedStore):
         for b, start in enumerate(self._starts):
             stored = max(kept - start, 0)
             for number, page in enumerate(self.pages.rows[b]):
-                if number < self._quantized[b]:
+                if number < self._ring_from[b]:
                     filled[page] = self.page_size
                 else:
                     filled.setdefault(page, 0)
@@ -150,8 +151,22 @@ class QuantizedStore(PagedStore):
         return -(-min(stored, self._window.num_sink_tokens) // TILE) if stored > 0 else 0
 
     def _own_pages(self, past_len: int, end: int, *, both: bool) -> None:
-        """Make room for tokens from `past_len` to `end`, and decide which pages to quantize."""
+        """Make room for tokens from `past_len` to `end`, and decide which pages to quantize.
+
+        Raises:
+            CacheGapError: Tokens were to be written into a page that is quantized already.
+        """
         self.abandon()
+        sinks, size = self._window.num_sink_tokens, self.page_size
+        for start, full in zip(self._starts, self._quantized, strict=True):
+            if sinks <= max(past_len - start, 0) < sinks + full * size:
+                raise CacheGapError(
+                    f"tokens at position {past_len} were to be written into a quantized page; "
+                    "truncate K and V of the cache to that position first"
+                )
+        self._make_room(past_len, end, both=both)
+
+    def _make_room(self, past_len: int, end: int, *, both: bool) -> None:
         window, size = self._window, self.page_size
         quantized, missing, missing_exact, holes = [], [], [], []
         shared: list[tuple[int, int]] = []
@@ -159,21 +174,23 @@ class QuantizedStore(PagedStore):
             stored, ring_from = max(end - start, 0), self._ring_from[b]
             full = max(window.full_pages(stored, size), ring_from) if both else ring_from
             quantized.append(full)
-            missing.append(full - len(self.pages.rows[b]))
+            missing.append(max(full - len(self.pages.rows[b]), 0))
             # Entries of the exact table: whatever of the pages to quantize is not there already
             # is quantized straight from the new tokens, and needs no exact page.
             have, need = len(self.exact.rows[b]), self._exact_pages_for(stored, ring_from)
             ring_entry = window.sink_pages + (full - ring_from) * size // TILE
-            sink_entries = max(min(window.sink_pages, need) - have, 0)
             skipped = max(min(ring_entry, need) - max(have, window.sink_pages), 0)
             first = self._entry_of(max(past_len - start, 0), ring_from)
             shared += [(b, n) for n in range(first, have) if self.exact.is_shared(b, n)]
             holes.append(skipped)
-            missing_exact.append((sink_entries, max(need - have, 0) - sink_entries - skipped))
-        self.pages.extend(missing)
-        self.exact.extend([sinks for sinks, _ in missing_exact])
-        self.exact.extend([ring for _, ring in missing_exact], holes)
-        self.exact.own(shared)
+            missing_exact.append(max(need - have, 0) - skipped)
+        try:
+            self.pages.extend(missing)
+            self.exact.extend(missing_exact, holes_from=window.sink_pages, holes=holes)
+            self.exact.own(shared)
+        except BaseException:
+            self._forget_uncommitted()
+            raise
         self._set_quantized(quantized, self._ring_from)
         self._set_writable()
 
@@ -233,20 +250,17 @@ class QuantizedStore(PagedStore):
             for start, have in zip(self._starts, self._quantized, strict=True)
         ]
         decoded = self._decode_cut_pages(kept, full)
-        cut = [f < have for f, have in zip(full, self._quantized, strict=True)]
+        needed = []
+        for start, f, have in zip(self._starts, full, self._quantized, strict=True):
+            entries = self._exact_pages_for(kept - start, f)
+            # Where a page is cut, the whole ring behind it goes.
+            needed.append(min(entries, window.sink_pages) if f < have else entries)
         self._set_quantized(full, full)
         self.pages.cut(full)
-        self.exact.cut(
-            [
-                min(
-                    self._exact_pages_for(kept - start, f), window.sink_pages if is_cut else 1 << 62
-                )
-                for start, f, is_cut in zip(self._starts, full, cut, strict=True)
-            ]
-        )
+        self.exact.cut(needed)
         if decoded is not None:
             first, k, v = decoded
-            self._own_pages(first, kept, both=False)
+            self._make_room(first, kept, both=False)
             launch.append(self, k, v, first)
             self._writable = 0
         self._limit_starts(kept)
@@ -289,11 +303,10 @@ class QuantizedStore(PagedStore):
             (ctypes.c_int32 * self.batch).from_address(tensor.data_ptr())[:] = [*numbers]
 
     def _share_rows(self, sources: Sequence[tuple[PageRows, int]], kept: int) -> None:
+        # What was committed: another thread may be in the middle of a step on a source.
         stores = [store for store, _ in sources if isinstance(store, QuantizedStore)]
-        for store in stores:
-            store.abandon()
         self._write_starts([store._starts[i] for store, i in sources])
-        full = [store._quantized[i] for store, (_, i) in zip(stores, sources, strict=True)]
+        full = [store._ring_from[i] for store, (_, i) in zip(stores, sources, strict=True)]
         for b, (store, (_, i)) in enumerate(zip(stores, sources, strict=True)):
             needed = self._exact_pages_for(kept - self._starts[b], full[b])
             self.pages.share(b, store.pages.rows[i][: full[b]])

@@ -34,6 +34,7 @@ REMARK_CODES: dict[str, str] = {
     "KVC302": "no exact format for the dtype",
     "KVC303": "no kernels for the device",
     "KVC304": "head dimension too large",
+    "KVC306": "options name layers that the graph does not have",
     "KVC305": "quantized K and V cannot be multiplied as asked",
     "KVC400": "rewritten to a page store",
     "KVC401": "a static buffer without a mask",

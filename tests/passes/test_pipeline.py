@@ -13,10 +13,11 @@ from kvcompile.passes.ir.printer import print_program
 from kvcompile.passes.ir.program import Program
 from kvcompile.passes.ir.stage import Stage
 from kvcompile.passes.ir.verify import InvariantError, verify
+from kvcompile.passes.layer_dtypes import LayerDtypes
 from kvcompile.passes.match_attention import MatchAttention
 from kvcompile.passes.pipeline import PIPELINE, PassError
 from tests.support.attentions import Sdpa, Softmax
-from tests.support.programs import capture, every_stage, past, qkv
+from tests.support.programs import OPTIONS, capture, every_stage, past, qkv
 
 MASK = torch.tensor([[[[False, True, True, True, True, True, True, True]]]])
 
@@ -122,3 +123,12 @@ def test_printing_is_deterministic() -> None:
         program, _ = capture(Sdpa("expand").eval(), *qkv(1), past(7))
         texts.append(print_program(program))
     assert texts[0] == texts[1]
+
+
+def test_a_layer_that_does_not_exist_is_named() -> None:
+    options = dataclasses.replace(OPTIONS, dtypes=LayerDtypes({7: "int8", "default": "auto"}))
+    program, _ = capture(Sdpa().eval(), *qkv(3), options=options)
+    failed = [remark for remark in program.remarks if remark.kind == "failed"]
+    assert [remark.code for remark in failed] == ["KVC306"]
+    assert "layer 7, but the graph has 1 attentions" in failed[0].reason
+    assert "layers are -1 to 0" in failed[0].hint

@@ -15,6 +15,7 @@ from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.errors import CacheGapError
 from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.quantized_store import QuantizedStore
+from kvcompile.runtime.registry import ROLES
 from kvcompile.runtime.report import memory_report
 from tests.support.stores import HEADS, PAGE, new_tokens, push, quantized_store
 
@@ -139,16 +140,18 @@ class QuantizedMachine(RuleBasedStateMachine):
         model.store.append(*new_tokens(model.store.batch, tokens), model.length)
         self.grow(model, tokens, model.length)
 
-    @rule(data=st.data(), tokens=st.integers(1, 3 * PAGE))
-    def append_k_then_v(self, data: st.DataObject, tokens: int) -> None:
-        """What eager code does."""
+    @rule(data=st.data(), tokens=st.integers(1, 3 * PAGE), crop=st.integers(0, 4 * PAGE))
+    def append_k_then_v(self, data: st.DataObject, tokens: int, crop: int) -> None:
+        """What eager code does: crop both, then K grows and after it V."""
         model = self.pick(data)
         k, v = new_tokens(model.store.batch, tokens)
-        position = model.length
-        model.store.append(k, None, position)
-        model.store.commit(position + tokens, "k")
-        model.store.append(None, v, position)
-        model.store.commit(position + tokens, "v")
+        position = max(model.length - crop, 0)
+        handles = [KVTensor.of(model.store, role, position) for role in ROLES]
+        grown = [torch.cat([h, x], 2) for h, x in zip(handles, (k, v), strict=True)]
+        assert all(isinstance(handle, KVTensor) for handle in grown)
+        (store,) = {handle.store for handle in grown if isinstance(handle, KVTensor)}
+        assert isinstance(store, QuantizedStore)
+        model.store = store
         model.append(k, v, position)
 
     @rule(data=st.data(), length=st.integers(0, 8 * PAGE))
@@ -278,3 +281,52 @@ def test_all_bytes_beside_dense_bf16_at_8192_tokens(name: str, most: float) -> N
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     assert report.total == sum(storages.values())
     assert report.total / (layers * (k.nbytes + v.nbytes)) <= most
+
+
+def test_a_fork_takes_what_is_committed_from_a_store_in_the_middle_of_a_step() -> None:
+    """Another thread's step has appended, and must find its pages when it goes on."""
+    store = quantized_store(batch=1)
+    k, v = new_tokens(1, 8 * PAGE)
+    push(store, k[:, :, : 3 * PAGE], v[:, :, : 3 * PAGE])
+    expected = store.materialize("k")
+    store.append(k[:, :, 3 * PAGE :], v[:, :, 3 * PAGE :], 3 * PAGE)
+    fork = store.fork()
+    assert torch.equal(fork.materialize("k"), expected)
+    store.commit(8 * PAGE)
+    assert torch.equal(fork.materialize("k"), expected)
+    once = quantized_store(batch=1)
+    push(once, k, v)
+    assert torch.equal(store.materialize("k"), once.materialize("k"))
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_memory_that_runs_out_leaves_the_store_as_it_was(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = quantized_store(batch=1)
+    k, v = new_tokens(1, 9 * PAGE)
+    push(store, k[:, :, : 2 * PAGE + 9], v[:, :, : 2 * PAGE + 9])
+    other = store.fork()
+    expected = store.materialize("k")
+    calls = 0
+    real = Arena.allocate
+
+    def allocate(self: Arena, count: int) -> list[int]:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise MemoryError
+        return real(self, count)
+
+    monkeypatch.setattr(Arena, "allocate", allocate)
+    rest = slice(2 * PAGE + 9, None)
+    with pytest.raises(MemoryError):
+        store.append(k[:, :, rest], v[:, :, rest], 2 * PAGE + 9)
+    monkeypatch.undo()
+    assert torch.equal(store.materialize("k"), expected)
+    push(store, k[:, :, rest][:, :, :1], v[:, :, rest][:, :, :1])
+    push(store, k[:, :, rest][:, :, 1:], v[:, :, rest][:, :, 1:])
+    once = quantized_store(batch=1)
+    push(once, k, v)
+    assert torch.equal(store.materialize("v"), once.materialize("v"))
+    assert torch.equal(other.materialize("k"), expected)

@@ -26,7 +26,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def capture(function: Callable[..., Any], *inputs: Any) -> tuple[Program, list[Any]]:
+def capture(
+    function: Callable[..., Any], *inputs: Any, options: PassOptions = OPTIONS
+) -> tuple[Program, list[Any]]:
     """Return the one graph that Dynamo makes of a call, and the inputs it would be called with."""
     found: list[tuple[Program, list[Any]]] = []
 
@@ -38,7 +40,7 @@ def capture(function: Callable[..., Any], *inputs: Any) -> tuple[Program, list[A
             return gm(*args)
 
         # The passes need the tracing context that Dynamo opens around the backend.
-        run_pipeline(program, OPTIONS, verify_each=True, observe=observers[-1])
+        run_pipeline(program, options, verify_each=True, observe=observers[-1])
         return run
 
     torch._dynamo.reset()

@@ -1,0 +1,101 @@
+"""Timing candidates against each other, and what a time must be read with."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvcompile.machine import machine
+
+WARM_UP_TURNS = 4
+FEWEST_TURNS = 8
+QUIET_LOAD = 0.5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of single steps, seconds, sorted."""
+
+    seconds: tuple[float, ...]
+
+    def quantile(self, q: float) -> float:
+        """Return the time that a share `q` of the steps did not exceed."""
+        return self.seconds[min(int(q * len(self.seconds)), len(self.seconds) - 1)]
+
+    @property
+    def p25(self) -> float:
+        """A low quantile: noise of a shared machine only ever adds time."""
+        return self.quantile(0.25)
+
+    @property
+    def median(self) -> float:
+        """The usual step."""
+        return self.quantile(0.5)
+
+    def as_json(self) -> dict[str, float]:
+        """Return milliseconds, for a file."""
+        mean = sum(self.seconds) / len(self.seconds)
+        return {
+            "p25_ms": self.p25 * 1e3,
+            "median_ms": self.median * 1e3,
+            "mean_ms": mean * 1e3,
+        }
+
+
+def interleave(
+    steps: Mapping[str, Callable[[], object]],
+    count: int,
+    *,
+    warm_up: int = WARM_UP_TURNS,
+    seconds: float = math.inf,
+) -> dict[str, Timing]:
+    """Time several candidates in one process, taking turns step by step.
+
+    The order is drawn anew for each turn, so that no candidate always finds in the processor's
+    caches what the same other one has left there.
+
+    Args:
+        steps: What to run, by name. Each is warmed up first.
+        count: Timed steps of each.
+        warm_up: Steps of each beforehand that are not timed.
+        seconds: Stop earlier after this long, though not before 8 timed steps of each.
+    """
+    shuffle = random.Random(0).shuffle
+    order = list(steps)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(warm_up):
+        for step in steps.values():
+            step()
+    begin = time.perf_counter()
+    for turn in range(count):
+        if turn >= FEWEST_TURNS and time.perf_counter() - begin > seconds:
+            break
+        shuffle(order)
+        for name in order:
+            step = steps[name]
+            start = time.perf_counter()
+            step()
+            times[name].append(time.perf_counter() - start)
+    return {name: Timing(tuple(sorted(values))) for name, values in times.items()}
+
+
+def load() -> float:
+    """Return how many processes wanted to run during the last minute, this one among them."""
+    return os.getloadavg()[0]
+
+
+def conditions() -> dict[str, str]:
+    """Return what the figures must be read with: the machine, and what else ran on it."""
+    return {**machine(), "load before": f"{load():.2f}"}
+
+
+def describe(found: Mapping[str, str]) -> str:
+    """Return the conditions in one line, with a warning if the machine is not quiet."""
+    line = ", ".join(f"{key} {value}" for key, value in found.items())
+    if float(found["load before"]) < QUIET_LOAD:
+        return line
+    return f"{line}\nNOT QUIET: other processes are running; only the ratios may mean something"
