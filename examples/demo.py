@@ -97,7 +97,7 @@ def decode_all(
     """Decode after one prompt: first `given` tokens of the text, then freely and timed."""
     torch._dynamo.reset()
     prompt, text = long_prompt(context + given + 1).split([context, given + 1], dim=1)
-    progress(f"prompt of {context} tokens, {UNMODIFIED}")
+    progress(f"prompt of {context} tokens and {given} steps, {UNMODIFIED}")
     decoders = {UNMODIFIED: new_decoder(model, model)}
     decoders[UNMODIFIED].prefill(prompt)
     expected = read(decoders[UNMODIFIED], text)
@@ -119,8 +119,9 @@ def decode_all(
 def read(decoder: Decoder, text: torch.Tensor) -> torch.Tensor:
     """Feed all but the last token of text, int64 [1, S], one by one; return logits [S - 1, V]."""
     logits = []
-    for token in text[:, :-1].split(1, dim=1):
-        decoder.token = token
+    for token in text[0, :-1].tolist():
+        # A new tensor, as `step` makes them: with the strides of a slice it is compiled once more.
+        decoder.token = torch.tensor([[token]])
         logits.append(decoder.step()[0])
     return torch.cat(logits)
 
