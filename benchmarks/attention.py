@@ -48,7 +48,7 @@ from benchmarks.attention_candidates import (
 )
 from benchmarks.attention_results import Figures, Result, panel_of, plot, tables
 from benchmarks.stores import PagedFormat, Setting, Shape, new_dense, paged_format
-from benchmarks.timing import conditions, describe, interleave, load
+from benchmarks.timing import busy_cores, conditions, describe, interleave
 from kvcompile.options import OptionError
 from kvcompile.runtime.arena import Arena
 
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str]) -> None:
 def as_json(results: Sequence[Result], found: Mapping[str, str]) -> dict[str, Any]:
     """Return everything for a file."""
     return {
-        "machine": {**found, "load after": f"{load():.2f}"},
+        "machine": {**found, "busy cores after": f"{busy_cores():.2f}"},
         "results": [result.as_json() for result in results],
     }
 

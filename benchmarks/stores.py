@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.arguments import DTYPES
-from kvcompile.codegen.cpu.isa import detect_isa, has_integer_dot
+from kvcompile.backend import pass_options
 from kvcompile.codegen.formats.integer import IntegerFormat
-from kvcompile.codegen.layout import RecordLayout, Window
+from kvcompile.codegen.layout import RecordLayout
 from kvcompile.codegen.spec import Compute
 from kvcompile.format_requests import FormatRequest
 from kvcompile.options import OptionError, parse_options
-from kvcompile.passes.plan_formats import EXACT_FORMATS, EXACT_PAGE_SIZE, QUANTIZED_PAGE_SIZE
+from kvcompile.passes.plan_formats import plan_layout
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.quantized_store import QuantizedStore
 from kvcompile.runtime.store import PagedStore
@@ -136,23 +136,13 @@ def paged_format(
     Raises:
         OptionError: The processor or the format has none of them.
     """
-    options = parse_options(request.options)
-    exact = EXACT_FORMATS[dtype]
-    k_format, v_format = (exact if d == "auto" else d for d in options.dtypes().of(0, 1))
-    is_exact = {k_format, v_format} <= {"fp32", "bf16", "fp16"}
-    layout = RecordLayout(
-        k_format,
-        v_format,
-        shape.head_dim,
-        shape.head_dim,
-        options.page_size or (EXACT_PAGE_SIZE if is_exact else QUANTIZED_PAGE_SIZE),
-        options.q_group_size,
-        None if is_exact else Window(exact, options.num_sink_tokens, options.residual_length),
-    )
-    if is_exact:
+    options = pass_options(parse_options(request.options))
+    dims = (shape.head_dim, shape.head_dim)
+    layout = plan_layout(options.dtypes.of(0, 1), dtype, dims, options)
+    if layout.window is None:
         return PagedFormat(request.label, layout, (None,))
     integers = all(isinstance(layout.format(role), IntegerFormat) for role in ("k", "v"))
-    possible = {"fp32", "int8"} if integers and has_integer_dot(detect_isa()) else {"fp32"}
+    possible = {"fp32", "int8"} if integers and options.has_integer_dot else {"fp32"}
     asked = computes if options.compute_dtype == "auto" else [options.compute_dtype]
     found = tuple(c for c in computes if c in possible and c in asked)
     if not found:

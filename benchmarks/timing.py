@@ -8,12 +8,15 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvcompile.machine import machine
 
 WARM_UP_TURNS = 4
 FEWEST_TURNS = 8
-QUIET_LOAD = 0.5
+QUIET_CORES = 0.2
+BUSY = "busy cores before"
+STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True)
@@ -83,19 +86,33 @@ def interleave(
     return {name: Timing(tuple(sorted(values))) for name, values in times.items()}
 
 
-def load() -> float:
-    """Return how many processes wanted to run during the last minute, this one among them."""
-    return os.getloadavg()[0]
+def busy_cores(seconds: float = 1.0) -> float:
+    """Return how many cores are busy with something else; this process sleeps meanwhile.
+
+    The load average would count what ran a minute ago, such as the tests before a benchmark.
+
+    Args:
+        seconds: How long to look.
+    """
+    before = _busy_ticks()
+    time.sleep(seconds)
+    return (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds
+
+
+def _busy_ticks() -> int:
+    """Return the clock ticks that all cores have spent at work, time taken by other guests too."""
+    user, nice, system, _, _, *rest = map(int, STAT.read_text().split("\n", 1)[0].split()[1:9])
+    return user + nice + system + sum(rest)
 
 
 def conditions() -> dict[str, str]:
-    """Return what the figures must be read with: the machine, and what else ran on it."""
-    return {**machine(), "load before": f"{load():.2f}"}
+    """Return what the figures must be read with: the machine, and what else runs on it."""
+    return {**machine(), BUSY: f"{busy_cores():.2f}"}
 
 
 def describe(found: Mapping[str, str]) -> str:
     """Return the conditions in one line, with a warning if the machine is not quiet."""
     line = ", ".join(f"{key} {value}" for key, value in found.items())
-    if float(found["load before"]) < QUIET_LOAD:
+    if float(found[BUSY]) < QUIET_CORES:
         return line
     return f"{line}\nNOT QUIET: other processes are running; only the ratios may mean something"

@@ -80,7 +80,7 @@ def kvcompile(
     start = time.perf_counter()
     program = Program(gm, Stage.CAPTURED)
     try:
-        run_pipeline(program, _pass_options(parsed), verify_each=parsed.verify)
+        run_pipeline(program, pass_options(parsed), verify_each=parsed.verify)
     except Exception as error:
         if parsed.strict:
             raise
@@ -127,7 +127,8 @@ def compile(model: nn.Module, **options: Any) -> Any:
     return torch.compile(model, backend="kvcompile", options=options)
 
 
-def _pass_options(options: CacheOptions) -> PassOptions:
+def pass_options(options: CacheOptions) -> PassOptions:
+    """Return what passes decide by on this processor."""
     isa = detect_isa()
     return PassOptions(
         isa=isa,

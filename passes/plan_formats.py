@@ -85,27 +85,41 @@ def _plan(site: AttentionSite, sites: int, options: PassOptions) -> StreamPlan |
     if max(site.head_dim_qk, site.head_dim_vo) > MAX_HEAD_DIM:
         reason = f"head dimension {max(site.head_dim_qk, site.head_dim_vo)} exceeds {MAX_HEAD_DIM}"
         return Missed("KVC304", reason, site.k)
-    exact = EXACT_FORMATS[k.dtype]
-    k_format, v_format = (
-        exact if name == "auto" else name for name in options.dtypes.of(site.index, sites)
-    )
-    formats = get_format(k_format), get_format(v_format)
+    dims = (site.head_dim_qk, site.head_dim_vo)
+    layout = plan_layout(options.dtypes.of(site.index, sites), k.dtype, dims, options)
+    compute = None
+    if layout.window is not None:
+        compute = _compute((layout.format("k"), layout.format("v")), options)
+    if isinstance(compute, Missed):
+        return compute
+    return StreamPlan(site.index, k.dtype, site.num_kv_heads, layout, compute)
+
+
+def plan_layout(
+    dtypes: tuple[str, str], model_dtype: torch.dtype, dims: tuple[int, int], options: PassOptions
+) -> RecordLayout:
+    """Return how K and V of one attention are stored.
+
+    Args:
+        dtypes: Formats of K and V; `auto` is the model's dtype.
+        model_dtype: A key of `EXACT_FORMATS`.
+        dims: Channels of a key and of a value.
+        options: Page size, group size and what stays exact.
+    """
+    exact = EXACT_FORMATS[model_dtype]
+    k_format, v_format = (exact if name == "auto" else name for name in dtypes)
     window = None
-    if any(format_.is_grouped for format_ in formats):
+    if get_format(k_format).is_grouped or get_format(v_format).is_grouped:
         window = Window(exact, options.num_sink_tokens, options.residual_length)
-    layout = RecordLayout(
+    return RecordLayout(
         k_format=k_format,
         v_format=v_format,
-        head_dim_qk=site.head_dim_qk,
-        head_dim_vo=site.head_dim_vo,
+        head_dim_qk=dims[0],
+        head_dim_vo=dims[1],
         page_size=options.page_size or (EXACT_PAGE_SIZE if window is None else QUANTIZED_PAGE_SIZE),
         q_group_size=options.q_group_size,
         window=window,
     )
-    compute = None if window is None else _compute(formats, options)
-    if isinstance(compute, Missed):
-        return compute
-    return StreamPlan(site.index, k.dtype, site.num_kv_heads, layout, compute)
 
 
 def _no_such_layers(origin: str, layers: list[int], count: int) -> Remark:

@@ -236,8 +236,8 @@ def test_a_time_limit_leaves_some_turns() -> None:
 
 def test_a_low_quantile_and_a_warning() -> None:
     assert Timing(tuple(range(1, 9))).p25 == 3
-    assert "NOT QUIET" not in describe({"load before": "0.30"})
-    assert "NOT QUIET" in describe({"load before": "1.30"})
+    assert "NOT QUIET" not in describe({"busy cores before": "0.05"})
+    assert "NOT QUIET" in describe({"busy cores before": "1.30"})
 
 
 def rows() -> list[Row]:

@@ -11,7 +11,7 @@ from kvcompile.codegen.cpu.pages import (
     record_layout,
     supports_pages,
 )
-from kvcompile.codegen.cpu.quantized_gather import quantized_gather_text
+from kvcompile.codegen.cpu.quantized_gather import quantized_token_text
 from kvcompile.codegen.cpu.rounding import WIDEN_E4M3
 from kvcompile.codegen.cpu.scalars import CTYPE, convert
 from kvcompile.codegen.cpu.text import render
@@ -36,11 +36,19 @@ $signature
     if (threads > 1 && store.batch * heads * tokens >= 1024)
   for (int64_t item = 0; item < items; ++item) {
     const int64_t b = item / runs / heads, h = item / runs % heads, run = item % runs * 64;
-    const int64_t start = store.starts[b];
+    const int64_t start = store.starts[b]$ring;
     const int64_t end = std::min(tokens, run + 64);
     for (int64_t t = run; t < end; ++t) {
       $ctype* k = k_BKTD ? k_BKTD + b * k_sb + h * k_sh + t * k_st : nullptr;
       $ctype* v = v_BKTD ? v_BKTD + b * v_sb + h * v_sh + t * v_st : nullptr;
+$token
+    }
+  }
+  return 0;
+}
+"""
+
+TOKEN = """
       const int64_t index = from + t - start;
       if (index < 0) {
         if (k) std::fill_n(k, $head_dim_qk, $ctype(0));
@@ -51,10 +59,6 @@ $signature
       const int slot = int(index % $page_size);
       if (k) read_k((const $k_word*)record, slot, k);
       if (v) read_v((const $v_word*)(record + $v_offset), slot, v);
-    }
-  }
-  return 0;
-}
 """
 
 
@@ -73,10 +77,9 @@ def _read_text(spec: KernelSpec, role: Role, prefix: str = "") -> str:
     )
 
 
-def _main_text(spec: KernelSpec) -> str:
+def _token_text(spec: KernelSpec) -> str:
     return render(
-        MAIN,
-        signature=signature_text(spec),
+        TOKEN,
         ctype=CTYPE[spec.dtype],
         k_word=CTYPE[spec.k_format],
         v_word=CTYPE[spec.v_format],
@@ -84,6 +87,16 @@ def _main_text(spec: KernelSpec) -> str:
         head_dim_qk=spec.head_dim_qk,
         head_dim_vo=spec.head_dim_vo,
         v_offset=record_layout(spec).v_offset,
+    )
+
+
+def _main_text(spec: KernelSpec) -> str:
+    return render(
+        MAIN,
+        signature=signature_text(spec),
+        ctype=CTYPE[spec.dtype],
+        ring=", ring = store.ring_token(b)" if spec.is_grouped else "",
+        token=quantized_token_text(spec) if spec.is_grouped else _token_text(spec),
     )
 
 
@@ -101,7 +114,5 @@ class GatherGenerator:
             if "fp8" in (spec.k_format, spec.v_format):
                 parts.insert(0, WIDEN_E4M3)
             parts += [_read_text(spec, "k", "exact_"), _read_text(spec, "v", "exact_")]
-            parts.append(quantized_gather_text(spec))
-        else:
-            parts.append(_main_text(spec))
+        parts.append(_main_text(spec))
         return copy_kernel(spec, "stored K and V as dense tensors", "k_BKTD, v_BKTD", *parts)
