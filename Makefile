@@ -34,7 +34,7 @@ demo: setup model
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: setup model
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

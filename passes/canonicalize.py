@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from kvcompile.passes.base import PassOptions
     from kvcompile.passes.ir.program import Program
+
+aten = torch.ops.aten
 
 IS_HANDLE = "kv_handle"
 """Metadata of an input: whether it was a handle when the graph was captured."""
@@ -53,6 +56,7 @@ class Canonicalize:
         ):
             retraced = make_fx(
                 _Retrace(program.module).run,
+                decomposition_table={aten.linear.default: _linear},
                 pre_dispatch=True,
                 tracing_mode="symbolic",
                 _allow_non_fake_inputs=True,
@@ -91,18 +95,57 @@ def _without_tensor_meta() -> Iterator[None]:
         yield
 
 
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    """Record `linear` as one node without running what it is composed of.
+
+    A third of a trace over symbolic sizes went into the views and the product underneath, which
+    the trace does not keep. Dynamo has checked the shapes already.
+    """
+    mode = proxy_tensor.get_proxy_mode()
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    if (
+        mode is None
+        or not isinstance(tracer := mode.tracer, proxy_tensor.PythonKeyTracer)
+        or torch.is_autocast_enabled(x.device.type)  # chooses the dtype of the result
+        or weight.dim() != 2
+        or not all(proxy_tensor.has_proxy_slot(t, tracer) for t in tensors)
+    ):
+        return NotImplemented
+    proxies = tuple(tracer.unwrap_proxy(t) for t in tensors)
+    node = tracer.create_proxy("call_function", aten.linear.default, proxies, {})
+    with proxy_tensor.disable_proxy_modes_tracing():
+        value = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return proxy_tensor.track_tensor_tree(value, node, constant=None, tracer=tracer)
+
+
 class _Retrace(fx.Interpreter):
-    """Runs the captured graph; Python floats that Dynamo made inputs become numbers again.
+    """Runs the captured graph so that what make_fx sees is what will run.
 
     Under `dynamic=True` Dynamo passes every float attribute, the attention's scale among them, as
-    a tensor and reads it with `item()`. Asking for its value adds a guard on that value.
+    a tensor and reads it with `item()`. Asking for its value adds a guard on that value. And
+    make_fx records where a graph enters and leaves autocast without doing so, and would take every
+    dtype within for the one outside.
     """
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        self.regions: list[torch.autocast] = []
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            while self.regions:
+                self.regions.pop().__exit__(None, None, None)
 
     def run_node(self, n: fx.Node) -> Any:
         value = n.meta.get("example_value")
         if isinstance(value, torch.SymFloat) and _is_input_float(value):
             return float(value)
-        return super().run_node(n)
+        result = super().run_node(n)
+        if n.target is _enter_autocast:
+            self.regions.append(torch.autocast(*n.args))  # type: ignore[arg-type]
+            self.regions[-1].__enter__()
+        elif n.target is _exit_autocast:
+            self.regions.pop().__exit__(None, None, None)
+        return result
 
 
 def _is_input_float(value: torch.SymFloat) -> bool:

@@ -264,15 +264,20 @@ def _size(program: Program, node: fx.Node, dim: int) -> fx.node.Argument:
     size = node.meta["val"].shape[dim]
     if (number := fixed(size)) is not None:
         return number
-    for holder in program.graph.nodes:
-        val = holder.meta.get("val")
-        if holder.op == "placeholder" and isinstance(val, torch.SymInt) and same_size(val, size):
-            return holder  # type: ignore[no-any-return]
+    sizes = [n for n in program.placeholders if isinstance(n.meta.get("val"), torch.SymInt)]
+    for same in (_same_symbol, same_size):  # the cheap question of all before the dear one of any
+        for holder in sizes:
+            if same(holder.meta["val"], size):
+                return holder
     if node.op == "placeholder":
         return None
     made = program.graph.call_function(aten.sym_size.int, (node, dim))
     made.meta["val"] = size
     return made
+
+
+def _same_symbol(a: torch.SymInt, b: torch.SymInt) -> bool:
+    return bool(a.node.expr == b.node.expr)
 
 
 def _sum(program: Program, a: fx.node.Argument, b: fx.node.Argument) -> fx.Node:

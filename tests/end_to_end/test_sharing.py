@@ -177,6 +177,24 @@ def test_a_query_of_another_dtype_under_autocast() -> None:
     assert_same(step, *new, (keys, values), dense=(*new, tuple(pasts)))
 
 
+def test_a_cache_has_the_dtype_that_the_models_own_autocast_gives_it() -> None:
+    weight = torch.randn(8, 8)
+
+    def step(q: Any, k: Any, v: Any, past: Pair | None = None) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return attention(*(torch.nn.functional.linear(x, weight) for x in (q, k, v)), past)
+
+    compiled_step = compiled(step)
+    with torch.no_grad():
+        _, *pair = compiled_step(*qkv(8))
+        _, *dense = step(*qkv(8))
+        assert [x.dtype for x in pair] == [x.dtype for x in dense] == [torch.bfloat16] * 2
+        assert all(isinstance(x, KVTensor) for x in pair)
+        _, *pair = compiled_step(*qkv(1), tuple(pair))
+    assert [x.dtype for x in pair] == [torch.bfloat16] * 2
+    assert all(isinstance(x, KVTensor) for x in pair)
+
+
 def test_masks_filled_in_place_and_masks_added_with_a_factor() -> None:
     class InPlace(Softmax):
         def mask(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
