@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from kvcompile.codegen.spec import MOST_QUERIES
 from kvcompile.codegen.state import KEY
 from kvcompile.passes.ir.ops import MATERIALIZE, library
 from kvcompile.runtime import launch
@@ -21,7 +22,6 @@ from kvcompile.runtime.masks import check_masks, check_unwritten, learn_starts
 from kvcompile.runtime.registry import find, read_anchor
 from kvcompile.runtime.store import PagedStore
 
-FEW_QUERIES = 16
 _REGISTRY_WORD = 8 * KEY
 
 
@@ -114,10 +114,9 @@ def _attend(  # noqa: PLR0913 - the schema
         stored = max(_first_position(position, new_len) + new_len, store.length)
     if mask is not None or store.is_padded or kv_len > stored:
         check_masks(store, mask, is_causal, stored, kv_len)
-    if new_len <= FEW_QUERIES:
+    if new_len <= MOST_QUERIES:
         return launch.attend(store, q, mask, is_causal, scale, stored)
-    k = launch.gather(store, "k", 0, stored)
-    v = launch.gather(store, "v", 0, stored)
+    k, v = store.dense_for_chunk(stored)
     if mask is not None and mask.shape[-1] > stored:
         mask = mask[..., :stored]
     out = F.scaled_dot_product_attention(

@@ -8,6 +8,9 @@ tokens give the same bytes, appended at once or one by one.
 
 An append quantizes what it makes old enough, but `commit` gives the exact pages back. Until then
 the step can be repeated from the very same past.
+
+A chunk of a prompt attends to what was stored before it and to itself exactly, as the first chunk
+does: read after the append, most of what its first queries need most would be quantized already.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcompile.codegen.formats import TILE
+from kvcompile.codegen.spec import MOST_QUERIES
 from kvcompile.codegen.state import EXACT_PAGES, QUANTIZED, RING_FROM
 from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime import launch
@@ -87,11 +91,27 @@ class QuantizedStore(PagedStore):
         self._words[RING_FROM] = self.ring_from.data_ptr()
         self._quantized = [0] * batch
         self._ring_from = [0] * batch
+        self._seen_by_chunk: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def keeps_later_tokens(self) -> bool:
         """Writing at a position drops the tokens behind it, in a static buffer too."""
         return False
+
+    def append(self, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
+        """Write tokens from `past_len` on; see `PagedStore.append`."""
+        self._seen_by_chunk = None
+        if k is not None and v is not None and past_len and k.shape[2] > MOST_QUERIES:
+            self.abandon()
+            past_k = launch.gather(self, "k", 0, past_len)
+            past_v = launch.gather(self, "v", 0, past_len)
+            self._seen_by_chunk = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
+        super().append(k, v, past_len)
+
+    def dense_for_chunk(self, stored: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V [B, K, `stored`, D] as the chunk sees them that was just appended."""
+        seen, self._seen_by_chunk = self._seen_by_chunk, None
+        return super().dense_for_chunk(stored) if seen is None else seen
 
     def commit(self, length: int, role: Role | None = None) -> None:
         """Declare the tokens below `length` stored, and give back what was quantized.
@@ -100,6 +120,7 @@ class QuantizedStore(PagedStore):
             CacheGapError: If they were not appended.
         """
         super().commit(length, role)
+        self._seen_by_chunk = None
         if role is not None and self.k_len == self.v_len:
             # Eager code appends K and V one after the other; pages are quantized once both are in.
             self._own_pages(length, length, both=True)

@@ -210,6 +210,10 @@ class PagedStore(PageRows):
         launch.append(self, k, v, past_len)
         self.appended = past_len + new.shape[2]
 
+    def dense_for_chunk(self, stored: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first `stored` tokens for a chunk of queries: K and V [B, K, T, D]."""
+        return launch.gather(self, "k", 0, stored), launch.gather(self, "v", 0, stored)
+
     def commit(self, length: int, role: Role | None = None) -> None:
         """Declare the tokens below `length` stored.
 

@@ -203,6 +203,20 @@ def test_chunks_of_a_prompt_are_close_to_the_prompt_at_once() -> None:
     assert kl < 0.01
 
 
+def test_a_chunk_of_a_prompt_sees_what_was_stored_before_it_and_itself_exactly() -> None:
+    model = tiny_llama()
+    run = compiled(model, **options("int4", "int4"))
+    oracle = EmulatedCache(model.config, layout_of(model.config, "int4", "int4"))
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for part in (*prompt(520).split(130, 1), prompt(3, seed=7)):
+            found = run(part, past_key_values=cache).logits
+            expected = model(part, past_key_values=oracle).logits
+            # A number at the border of two codes may take either: 1e-4 allows for some.
+            assert (found - expected).abs().max() <= 1e-4 * expected.std()
+    assert_compressed(cache, model, 523, 0.6)
+
+
 def test_layers_can_be_stored_otherwise() -> None:
     model = tiny_llama(layers=3)
     run = compiled(

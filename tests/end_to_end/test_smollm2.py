@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from kvcompile.footprint import footprint
 from tests.support.compiled import assert_same_generation, compiled
 from tests.support.smollm2 import load_model, load_tokenizer, long_prompt
 
@@ -62,6 +63,31 @@ def test_bfloat16_logits() -> None:
     eager_error = (eager - exact).square().mean()
     assert (paged - exact).square().mean() <= 1.25 * eager_error
     assert (paged - eager).square().mean() <= 2 * 1.25 * eager_error
+
+
+@pytest.mark.parametrize(("dtype", "bits", "gate"), [("int8", 8.6, 0.002), ("int4", 4.6, 0.01)])
+def test_a_prompt_at_once_or_in_chunks(
+    model: PreTrainedModel, dtype: str, bits: float, gate: float
+) -> None:
+    """A prompt fed in chunks reads the quantized cache, fed at once it reads itself exactly."""
+    run = compiled(model, kv_cache_dtype=dtype)
+    ids, caches = long_prompt(1040), []
+    logits = []
+    for chunk in (1024, 256):
+        cache = DynamicCache(config=model.config)
+        parts = [*ids[:, :1024].split(chunk, dim=1), *ids[:, 1024:].split(1, dim=1)]
+        with torch.no_grad():
+            steps = [run(part, cache=cache).logits for part in parts]
+        logits.append(torch.cat(steps, dim=1)[0, 256:].double().log_softmax(-1))
+        caches.append(cache)
+    for cache in caches:
+        taken = footprint(cache)
+        assert taken.dense_states == 0
+        assert taken.bits_in_pages <= bits
+    at_once, chunked = logits
+    divergence = (at_once.exp() * (at_once - chunked)).sum(-1)
+    assert 0 < divergence[: 1024 - 256].mean() <= gate
+    assert 0 < divergence[1024 - 256 :].mean() <= gate
 
 
 @torch.no_grad()

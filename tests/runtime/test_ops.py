@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from kvcompile.codegen.spec import MOST_QUERIES
 from kvcompile.runtime.errors import CacheGapError, PaddingRevivedError, StaleHandleError
-from kvcompile.runtime.ops import FEW_QUERIES
 from kvcompile.runtime.store import PagedStore
 from tests.support.stores import DIM_QK, DIM_VO, HEADS, PAGE, empty_store, filled_store, new_tokens
 
@@ -37,7 +37,7 @@ def additive(mask: torch.Tensor, dead: float) -> torch.Tensor:
     return torch.zeros(mask.shape).masked_fill(~mask, dead)
 
 
-@pytest.mark.parametrize("new", [1, 3, FEW_QUERIES, FEW_QUERIES + 1, 40])
+@pytest.mark.parametrize("new", [1, 3, MOST_QUERIES, MOST_QUERIES + 1, 40])
 @pytest.mark.parametrize("past", [0, 1, PAGE - 1, PAGE, 70])
 def test_append_and_attend(past: int, new: int) -> None:
     case = filled_store(past)
@@ -78,7 +78,7 @@ def test_left_padding_is_learned_and_owns_no_page(dead: float | None) -> None:
         k[row, :, :pad] = 0
         v[row, :, :pad] = 0
     assert torch.equal(store.materialize("k"), k)
-    for new in (1, 2, FEW_QUERIES + 4):
+    for new in (1, 2, MOST_QUERIES + 4):
         past = store.length
         new_k, new_v = new_tokens(3, new)
         k, v = torch.cat([k, new_k], 2), torch.cat([v, new_v], 2)

@@ -8,12 +8,14 @@ import torch
 from transformers import DynamicCache
 
 from kvcompile.codegen.layout import RecordLayout, Window
+from kvcompile.codegen.spec import MOST_QUERIES
 
 
 class EmulatedCache(DynamicCache):
     """Keeps K and V exactly, and shows attention the pages that are old enough decoded.
 
-    A prefill sees its own tokens exactly, as it does under kvcompile.
+    A prefill sees its own tokens exactly, as it does under kvcompile, and so does a later chunk of
+    a prompt, which sees the tokens before it as they were.
     """
 
     def __init__(self, config: Any, layout: RecordLayout, starts: list[int] | None = None) -> None:
@@ -30,16 +32,19 @@ class EmulatedCache(DynamicCache):
         **kw: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append K and V [B, K, S, D]; return all of them with old pages decoded."""
-        is_prefill = not self.get_seq_length(layer_idx)
+        past = self.get_seq_length(layer_idx)
         k, v = super().update(key_states, value_states, layer_idx, *args, **kw)
-        return (k, v) if is_prefill else self._decoded(k, v)
+        return self._decoded(k, v, past if key_states.shape[2] > MOST_QUERIES else k.shape[2])
 
-    def _decoded(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decoded(
+        self, k: torch.Tensor, v: torch.Tensor, stored: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode the pages that `stored` tokens have made old enough."""
         window, size = self.layout.window, self.layout.page_size
         assert window is not None
         k, v = k.clone(), v.clone()
         for row, start in enumerate(self.starts or [0] * k.shape[0]):
-            for page in range(window.full_pages(k.shape[2] - start, size)):
+            for page in range(window.full_pages(stored - start, size)):
                 first = start + window.num_sink_tokens + page * size
                 part = (row, slice(None), slice(first, first + size))
                 k[part], v[part] = self.layout.unpack(self.layout.pack(k[part], v[part]))
