@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvcompile.codegen.cpu.append import AppendGenerator
 from kvcompile.codegen.cpu.attend import AttendGenerator
 from kvcompile.codegen.cpu.gather import GatherGenerator
+from kvcompile.codegen.cpu.linear import LinearGenerator
 from kvcompile.codegen.errors import UnsupportedKernelError
 from kvcompile.codegen.source import Generator, KernelSource, Unsupported
-from kvcompile.codegen.spec import KernelSpec
+from kvcompile.codegen.spec import Spec
 
-registry: dict[tuple[str, str], Generator] = {
+registry: dict[tuple[str, str], Generator[Any]] = {
     ("cpu", "append"): AppendGenerator(),
     ("cpu", "attend"): AttendGenerator(),
     ("cpu", "gather"): GatherGenerator(),
+    ("cpu", "linear"): LinearGenerator(),
 }
 
 
-def generate(spec: KernelSpec) -> KernelSource:
+def generate(spec: Spec) -> KernelSource:
     """Print the kernel of `spec`; equal specs give equal text.
 
     Raises:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from kvcompile.codegen.spec import KernelSpec
+from kvcompile.codegen.spec import Spec
+
+S_contra = TypeVar("S_contra", bound=Spec, contravariant=True)
 
 
 @dataclass(frozen=True)
 class KernelSource:
     """The printed text of one kernel."""
 
-    spec: KernelSpec
+    spec: Spec
     text: str
 
 
@@ -29,13 +31,13 @@ class Unsupported:
     hint: str
 
 
-class Generator(Protocol):
+class Generator(Protocol, Generic[S_contra]):
     """Prints the kernels of one (target, op)."""
 
-    def supports(self, spec: KernelSpec) -> Supported | Unsupported:
+    def supports(self, spec: S_contra) -> Supported | Unsupported:
         """Say whether `spec` can be printed, and if not, why."""
         ...
 
-    def generate(self, spec: KernelSpec) -> KernelSource:
+    def generate(self, spec: S_contra) -> KernelSource:
         """Print a supported spec: pure, no device, no torch state, no clock."""
         ...

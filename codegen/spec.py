@@ -1,9 +1,9 @@
-"""KernelSpec: everything that specialises a kernel, and the one string that names it."""
+"""Specs: everything that specialises a kernel, and the one string that names it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from kvcompile.codegen.formats import get_format
 
@@ -15,13 +15,74 @@ MaskKind = Literal["none", "causal", "bool", "additive"]
 Queries = Literal["one", "few"]
 Compute = Literal["fp32", "int8"]
 
+MOST_ROWS = 8
+"""Most rows of a `linear`: beyond, the products cost more than reading the weights."""
+
 DEFAULT_CHUNK = 256
 MOST_QUERIES = 16
 
 
+class Spec(Protocol):
+    """What every spec says."""
+
+    @property
+    def op(self) -> str:
+        """What the kernel does."""
+        ...
+
+    @property
+    def target(self) -> Target:
+        """Which printer prints it."""
+        ...
+
+    @property
+    def isa(self) -> IsaName:
+        """Vector instructions it may use."""
+        ...
+
+    @property
+    def dtype(self) -> DTypeName:
+        """Type of what it reads and writes."""
+        ...
+
+    @property
+    def compute(self) -> Compute | None:
+        """How it multiplies quantized numbers, if it does."""
+        ...
+
+    @property
+    def symbol(self) -> str:
+        """Name of the function, file, cache directory and test; no two specs share one."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpec:
+    """A kernel that multiplies a few rows with weights as they lie: y = x W^T + bias.
+
+    Attributes:
+        isa: Vector instructions it may use.
+        dtype: Type of x, W, bias and y; sums are fp32.
+    """
+
+    isa: IsaName
+    dtype: DTypeName
+    op: Literal["linear"] = "linear"
+    target: Target = "cpu"
+    compute: None = None
+
+    @property
+    def symbol(self) -> str:
+        """Name of the function, file, cache directory and test."""
+        return f"linear_{self.isa}_{self.dtype}"
+
+    def __str__(self) -> str:
+        return self.symbol
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelSpec:
-    """One specialised kernel.
+    """One specialised kernel over a page store.
 
     Attributes:
         op: What the kernel does.

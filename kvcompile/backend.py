@@ -139,6 +139,7 @@ def pass_options(options: CacheOptions) -> PassOptions:
         residual_length=options.residual_length,
         num_sink_tokens=options.num_sink_tokens,
         compute_dtype=options.compute_dtype,
+        gemv=options.gemv,
     )
 
 

@@ -72,7 +72,13 @@ def _table(number: int, graph: CompilationReport) -> Table:
         f"graph {number} ({kind}): {rewritten} of {len(graph.sites)} attentions rewritten, "
         f"passes {graph.seconds * 1e3:.0f} ms"
     )
-    table = Table(title=title, title_justify="left")
+    beside = [str(r) for r in graph.remarks if r.code == "KVC410"]
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption="\n".join(beside) or None,
+        caption_justify="left",
+    )
     for column in ("site", "source", "attention", "heads", "state", "format", "B/token", "kernel"):
         table.add_column(column, overflow="fold")
     for site in graph.sites:

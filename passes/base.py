@@ -30,6 +30,7 @@ class PassOptions:
         residual_length: Most recent tokens that stay exact in a quantized cache.
         num_sink_tokens: First tokens that stay exact in a quantized cache.
         compute_dtype: How quantized K and V are multiplied: `fp32`, `int8`, or `auto`.
+        gemv: Whether linears of few rows get a kernel of their own.
     """
 
     isa: IsaName
@@ -40,6 +41,7 @@ class PassOptions:
     residual_length: int = 64
     num_sink_tokens: int = 4
     compute_dtype: str = "auto"
+    gemv: bool = True
 
 
 class Pass(Protocol):

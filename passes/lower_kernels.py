@@ -42,7 +42,7 @@ class LowerKernels:
             uses += mine
             symbols = ", ".join(u.spec.symbol for u in mine)
             program.remarks.append(passed(self.name, "KVC500", site, symbols))
-        program.kernels = tuple(uses)
+        program.kernels += tuple(uses)
         for node in program.graph.nodes:
             node.meta = {key: node.meta[key] for key in KEPT_META if key in node.meta}
         # The re-trace left its shape environment on the module, which cannot be pickled either.

@@ -16,6 +16,7 @@ from kvcompile.passes.ir.verify import verify
 from kvcompile.passes.lower_kernels import LowerKernels
 from kvcompile.passes.match_attention import MatchAttention
 from kvcompile.passes.plan_formats import PlanFormats
+from kvcompile.passes.rewrite_linear import RewriteLinear
 from kvcompile.passes.rewrite_paged import RewritePaged
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ PIPELINE: tuple[Pass, ...] = (
     InferDataflow(),
     PlanFormats(),
     RewritePaged(),  # the first pass to change the graph
+    RewriteLinear(),
     LowerKernels(),  # last: it drops metadata that the passes before it read
 )
 

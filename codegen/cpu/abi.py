@@ -11,7 +11,7 @@ import struct
 
 from kvcompile.codegen.cpu.scalars import CTYPE
 from kvcompile.codegen.cpu.text import render
-from kvcompile.codegen.spec import KernelSpec
+from kvcompile.codegen.spec import KernelSpec, LinearSpec, Spec
 
 Parameter = tuple[str, str]
 
@@ -32,9 +32,16 @@ def _tensor(ctype: str, name: str, prefix: str, dims: str) -> list[list[Paramete
     return [[(f"{ctype}*", name), *strides]]
 
 
-def parameter_lines(spec: KernelSpec) -> list[list[Parameter]]:
+def parameter_lines(spec: Spec) -> list[list[Parameter]]:
     """Return the parameters of a kernel as (C type, name), in the lines they are printed in."""
     word = CTYPE[spec.dtype]
+    if isinstance(spec, LinearSpec):
+        return [
+            [(f"const {word}*", "x_MK"), (f"const {word}*", "weight_NK")],
+            [(f"const {word}*", "bias_N"), (f"{word}*", "out_MN")],
+            [("int64_t", name) for name in ("rows", "in_features", "out_features", "threads")],
+        ]
+    assert isinstance(spec, KernelSpec)
     integers = {
         "append": ["num_kv_heads", "past_len", "new_len", "threads"],
         "gather": ["num_kv_heads", "from", "to", "threads"],
@@ -62,7 +69,7 @@ def mask_ctype(spec: KernelSpec) -> str:
     return "uint8_t" if spec.mask_dtype is None else CTYPE[spec.mask_dtype]
 
 
-def signature_text(spec: KernelSpec) -> str:
+def signature_text(spec: Spec) -> str:
     """Print the head of the kernel's function."""
     lines = [
         "    " + ", ".join(f"{ctype} {name}" for ctype, name in line)
@@ -71,7 +78,7 @@ def signature_text(spec: KernelSpec) -> str:
     return f'extern "C" int64_t {spec.symbol}(\n' + ",\n".join(lines) + ") {"
 
 
-def packed_text(spec: KernelSpec) -> str:
+def packed_text(spec: Spec) -> str:
     """Print the function that takes packed arguments."""
     index = 0
     lines = []
@@ -89,7 +96,7 @@ def packed_text(spec: KernelSpec) -> str:
     return render(PACKED, symbol=spec.symbol, count=index, double=double, passed=",\n".join(lines))
 
 
-def packed_arguments(spec: KernelSpec) -> struct.Struct:
+def packed_arguments(spec: Spec) -> struct.Struct:
     """Return what packs the arguments of a kernel of this op."""
     types = [ctype for line in parameter_lines(spec) for ctype, _ in line]
     return struct.Struct("=" + "".join("d" if ctype == "double" else "q" for ctype in types))

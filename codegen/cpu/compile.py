@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from kvcompile.codegen import artifacts
 from kvcompile.codegen.cpu import toolchain
@@ -15,11 +16,13 @@ from kvcompile.codegen.cpu.isa import compiler_flags, require_cpu
 from kvcompile.codegen.errors import KernelCompilationError
 from kvcompile.codegen.registry import generate
 from kvcompile.codegen.source import KernelSource
-from kvcompile.codegen.spec import KernelSpec
+from kvcompile.codegen.spec import Spec
+
+S = TypeVar("S", bound=Spec)
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Kernel(Generic[S]):
     """A loaded kernel.
 
     Attributes:
@@ -31,7 +34,7 @@ class Kernel:
         scratch_bytes: attend only: (batch, num_kv_heads, query_len, kv_len) -> bytes.
     """
 
-    spec: KernelSpec
+    spec: S
     library: Path
     pack: Callable[..., bytes]
     enter: Callable[[bytes], int]
@@ -42,11 +45,11 @@ class Kernel:
         return self.enter(self.pack(*arguments))
 
 
-_kernels: dict[KernelSpec, Kernel] = {}
+_kernels: dict[Spec, Kernel[Any]] = {}
 _lock = threading.Lock()
 
 
-def load(spec: KernelSpec) -> Kernel:
+def load(spec: S) -> Kernel[S]:
     """Return the kernel of `spec`, compiled at most once per cache and loaded once per process.
 
     Raises:
@@ -69,7 +72,7 @@ def forget_loaded() -> None:
     _kernels.clear()
 
 
-def load_source(source: KernelSource) -> Kernel:
+def load_source(source: KernelSource) -> Kernel[Any]:
     """Compile and load a printed text, without the memory of `load`.
 
     Raises:
@@ -93,7 +96,7 @@ def load_source(source: KernelSource) -> Kernel:
     return _open(source.spec, artifacts.load_or_build(directory, source.text, build))
 
 
-def _open(spec: KernelSpec, library: Path) -> Kernel:
+def _open(spec: S, library: Path) -> Kernel[S]:
     try:
         loaded = ctypes.CDLL(str(library))
         enter = loaded[f"{spec.symbol}_packed"]

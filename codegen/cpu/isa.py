@@ -11,7 +11,7 @@ from types import ModuleType
 
 from kvcompile.codegen.cpu import vector_avx2, vector_avx512, vector_portable
 from kvcompile.codegen.errors import UnsupportedKernelError
-from kvcompile.codegen.spec import IsaName, KernelSpec
+from kvcompile.codegen.spec import IsaName, Spec
 
 EXP2_FRACTION = """
 // 2^r for |r| <= 1/2: minimax polynomial, relative error 1.6e-8 before rounding
@@ -52,16 +52,17 @@ class Isa:
         """Whether halves are converted by one instruction."""
         return "f16c" in self.cpu_flags
 
-    def vector_text(self, storage: set[str], *, masked: bool, half: bool) -> str:
+    def vector_text(self, storage: set[str], *, masked: bool, half: bool, exp2: bool = True) -> str:
         """Print the vocabulary for stores of the dtypes `storage`.
 
         Args:
             storage: Types of the words that are loaded into vectors.
             masked: Whether scores are masked.
             half: Whether rows end in half a vector.
+            exp2: Whether powers are taken.
         """
         words = self.vocabulary
-        texts = [words.VECTOR, EXP2_FRACTION, words.EXP2]
+        texts = [words.VECTOR, *([EXP2_FRACTION, words.EXP2] if exp2 else [])]
         if masked:
             texts.append(words.MASKED)
         texts += [getattr(words, f"LOAD_{name.upper()}") for name in sorted(storage - {"fp32"})]
@@ -154,12 +155,12 @@ def has_integer_dot(isa: IsaName) -> bool:
     return isa == "avx512" and INTEGER_DOT in cpu_flags()
 
 
-def compiler_flags(spec: KernelSpec) -> tuple[str, ...]:
+def compiler_flags(spec: Spec) -> tuple[str, ...]:
     """Return the compiler flags for the instructions that `spec` uses."""
     return ISAS[spec.isa].flags + (("-mavx512vnni",) if spec.compute == "int8" else ())
 
 
-def require_cpu(spec: KernelSpec) -> None:
+def require_cpu(spec: Spec) -> None:
     """Check that this CPU can run the kernel of `spec`.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from kvcompile.codegen.cpu.compile import Kernel, load
+from kvcompile.codegen.cpu.compile import Kernel, S, load
 from kvcompile.codegen.cpu.isa import detect_isa
 from kvcompile.codegen.errors import (
     CompilerNotFoundError,
@@ -22,7 +22,7 @@ from kvcompile.codegen.errors import (
 )
 from kvcompile.codegen.formats import Role
 from kvcompile.codegen.layout import RecordLayout
-from kvcompile.codegen.spec import MOST_QUERIES, Compute, DTypeName, KernelSpec, MaskKind, Op
+from kvcompile.codegen.spec import MOST_QUERIES, Compute, DTypeName, KernelSpec, MaskKind, Op, Spec
 from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime import torch_path
 from kvcompile.runtime.scratch import scratch_of
@@ -128,9 +128,9 @@ def gather(store: Store, role: Role, start: int, stop: int) -> torch.Tensor:
     return launcher(store, role, start, stop)
 
 
-def prepare(spec: KernelSpec) -> bool:
+def prepare(spec: Spec) -> bool:
     """Compile and load a kernel ahead of its first call; return whether it can be had."""
-    return _load(spec) is not None
+    return load_or_remark(spec) is not None
 
 
 def forget_launchers() -> None:
@@ -149,7 +149,7 @@ def _kernel(
     mask_dtype: torch.dtype | None = None,
     one: bool = True,
     compute: Compute | None = None,
-) -> Kernel | None:
+) -> Kernel[KernelSpec] | None:
     """Return the kernel for these tensors, or None after a remark."""
     name = DTYPE_NAMES.get(dtype)
     if name is None:
@@ -171,10 +171,11 @@ def _kernel(
         queries=None if op != "attend" else "one" if one else "few",
         compute=compute,
     )
-    return _load(spec)
+    return load_or_remark(spec)
 
 
-def _load(spec: KernelSpec) -> Kernel | None:
+def load_or_remark(spec: S) -> Kernel[S] | None:
+    """Return a kernel, or None after a remark that says why it cannot be had."""
     if os.environ.get("KVCOMPILE_CPU_KERNELS") == "reference":
         _remark("KVCOMPILE_CPU_KERNELS=reference asks for it")
         return None
@@ -210,7 +211,7 @@ def _append_of(layout: RecordLayout, dtype: torch.dtype) -> Append:
     return launcher
 
 
-def _append_launcher(kernel: Kernel) -> Append:
+def _append_launcher(kernel: Kernel[KernelSpec]) -> Append:
     pack, enter, threads = kernel.pack, kernel.enter, torch.get_num_threads
     k_dim, v_dim = kernel.spec.head_dim_qk, kernel.spec.head_dim_vo
 
@@ -248,7 +249,7 @@ def _part(x: torch.Tensor) -> tuple[tuple[int, int, int, int], torch.Tensor]:
     return (x.data_ptr(), row, head, token), x
 
 
-def _gather_launcher(kernel: Kernel) -> Gather:
+def _gather_launcher(kernel: Kernel[KernelSpec]) -> Gather:
     pack, enter, threads = kernel.pack, kernel.enter, torch.get_num_threads
     dims: dict[Role, int] = {"k": kernel.spec.head_dim_qk, "v": kernel.spec.head_dim_vo}
 
@@ -289,7 +290,7 @@ def _new_attend(
     return torch_path.attend if kernel is None else _attend_launcher(kernel, mask_dtype)
 
 
-def _attend_launcher(kernel: Kernel, mask_dtype: torch.dtype | None) -> Attend:
+def _attend_launcher(kernel: Kernel[KernelSpec], mask_dtype: torch.dtype | None) -> Attend:
     pack, enter, threads = kernel.pack, kernel.enter, torch.get_num_threads
     scratch = scratch_of(kernel)
     k_dim, v_dim = kernel.spec.head_dim_qk, kernel.spec.head_dim_vo
@@ -365,6 +366,6 @@ def _mask_part(
     return (mask.data_ptr(), strides[0], strides[1], strides[2], strides[3])
 
 
-def _check(status: int, kernel: Kernel) -> None:
+def _check(status: int, kernel: Kernel[KernelSpec]) -> None:
     if status:
         raise ValueError(f"{kernel.spec} rejects its arguments (status {status})")

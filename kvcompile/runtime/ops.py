@@ -18,6 +18,7 @@ from kvcompile.codegen.state import KEY
 from kvcompile.passes.ir.ops import MATERIALIZE, library
 from kvcompile.runtime import launch
 from kvcompile.runtime.errors import CacheGapError
+from kvcompile.runtime.linear import linear
 from kvcompile.runtime.masks import check_masks, check_unwritten, learn_starts
 from kvcompile.runtime.registry import find, read_anchor
 from kvcompile.runtime.store import PagedStore
@@ -134,6 +135,7 @@ def _materialize(anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype)
 
 library.impl("append", _append, "CPU")
 library.impl("attend", _attend, "CPU")
+library.impl("linear", linear, "CPU")
 library.impl("materialize", _materialize, "CPU")
 
 

@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from kvcompile.codegen.cpu.compile import Kernel
+    from kvcompile.codegen.spec import KernelSpec
 
 
 class _Scratch(threading.local):
@@ -25,7 +26,7 @@ _SCRATCH_STEP = 4096
 """Sizes are asked for in steps of tokens, so that most calls find theirs in a dictionary."""
 
 
-def scratch_of(kernel: Kernel) -> Callable[[int, int, int, int], int]:
+def scratch_of(kernel: Kernel[KernelSpec]) -> Callable[[int, int, int, int], int]:
     """Return a function from (batch, KV heads, queries, kv_len) to the address of a buffer."""
     sizes: dict[tuple[int, int, int, int], int] = {}
     scratch_bytes = kernel.scratch_bytes

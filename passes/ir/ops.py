@@ -21,10 +21,12 @@ library.define(
     "attend(Tensor q, Tensor state, SymInt past_len, Tensor? position, Tensor? mask,"
     " bool is_causal, float scale, SymInt kv_len, SymInt? head_dim_vo=None) -> Tensor"
 )
+library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 library.define("materialize(Tensor anchor, SymInt[] sizes, ScalarType dtype) -> Tensor")
 
 APPEND = torch.ops.kvcompile.append.default
 ATTEND = torch.ops.kvcompile.attend.default
+LINEAR = torch.ops.kvcompile.linear.default
 MATERIALIZE = torch.ops.kvcompile.materialize.default
 
 
@@ -55,6 +57,11 @@ def _attend_fake(  # noqa: PLR0913 - the schema
     batch, heads, queries, head_dim_qk = q.shape
     dim = head_dim_qk if head_dim_vo is None else head_dim_vo
     return q.new_empty(batch, queries, heads, dim).transpose(1, 2)
+
+
+@torch.library.register_fake("kvcompile::linear", lib=library)  # type: ignore[untyped-decorator]
+def _linear_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 @torch.library.register_fake("kvcompile::materialize", lib=library)  # type: ignore[untyped-decorator]

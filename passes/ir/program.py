@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import fx
 
-    from kvcompile.codegen.spec import KernelSpec
+    from kvcompile.codegen.spec import KernelSpec, LinearSpec
     from kvcompile.passes.ir.plan import StreamPlan
     from kvcompile.passes.ir.remarks import Remark
     from kvcompile.passes.ir.site import AttentionSite
@@ -76,11 +76,11 @@ class Binding:
 
 @dataclass(frozen=True)
 class KernelUse:
-    """A generated kernel that one site needs."""
+    """A generated kernel that one site needs, or the graph beside its sites (`site` is None)."""
 
-    site: int
-    role: Literal["append", "attend"]
-    spec: KernelSpec
+    site: int | None
+    role: Literal["append", "attend", "linear"]
+    spec: KernelSpec | LinearSpec
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Program:
         streams: Cached streams by site index, once inferred.
         plans: Storage by site index, once planned.
         binding: Inputs and outputs, once rewritten.
-        kernels: Kernels, once lowered.
+        kernels: Kernels, complete once lowered.
         remarks: Everything that passes said, in order.
         seconds: Time of each pass, by name.
     """

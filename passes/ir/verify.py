@@ -113,7 +113,7 @@ def _rewritten(program: Program) -> None:
 
 
 def _lowered(program: Program) -> None:
-    served = {use.site for use in program.kernels}
+    served = {use.site for use in program.kernels if use.site is not None}
     _require(served == set(program.plans), program, None, "every planned site has a kernel")
     for node in program.graph.nodes:
         clean = "example_value" not in node.meta and "from_node" not in node.meta

@@ -9,7 +9,7 @@ import torch
 
 from kvcompile.codegen.cpu.compile import Kernel, load
 from kvcompile.codegen.cpu.isa import available_isas
-from kvcompile.codegen.spec import IsaName
+from kvcompile.codegen.spec import IsaName, KernelSpec
 from tests.support.numerics import DTYPES, Case, Problem, run_attend
 
 pytestmark = pytest.mark.compiler
@@ -45,7 +45,7 @@ def isa(request: pytest.FixtureRequest) -> IsaName:
     return name
 
 
-def attend_kernel(case: Case, isa: IsaName) -> Kernel:
+def attend_kernel(case: Case, isa: IsaName) -> Kernel[KernelSpec]:
     return load(case.spec(isa, "attend"))
 
 

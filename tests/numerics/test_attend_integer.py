@@ -17,6 +17,7 @@ from kvcompile.codegen.cpu.compile import Kernel, load, load_source
 from kvcompile.codegen.cpu.isa import has_integer_dot
 from kvcompile.codegen.registry import generate
 from kvcompile.codegen.source import KernelSource
+from kvcompile.codegen.spec import KernelSpec
 from tests.support.integer_bound import IntegerAttention, levels
 from tests.support.numerics import OUTPUT_UNIT, SMALLEST, Problem, run_attend
 from tests.support.quantized_case import QuantizedCase
@@ -103,7 +104,7 @@ class Attention:
         store = self.case.quantized_store(self.k, self.v, residual=RESIDUAL, seed=self.seed)
         return Problem(store, self.q, self.k.shape[2], self.mask)
 
-    def run(self, kernel: Kernel | None = None, threads: int = 1) -> torch.Tensor:
+    def run(self, kernel: Kernel[KernelSpec] | None = None, threads: int = 1) -> torch.Tensor:
         kernel = kernel or load(self.case.spec("avx512", "attend"))
         return run_attend(kernel, self.problem, threads=threads)
 

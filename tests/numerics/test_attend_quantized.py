@@ -12,7 +12,7 @@ from kvcompile.codegen.cpu.compile import Kernel, load, load_source
 from kvcompile.codegen.cpu.isa import available_isas, detect_isa
 from kvcompile.codegen.registry import generate
 from kvcompile.codegen.source import KernelSource
-from kvcompile.codegen.spec import IsaName
+from kvcompile.codegen.spec import IsaName, KernelSpec
 from tests.support.numerics import DTYPES, OUTPUT_UNIT, Problem, run_attend
 from tests.support.quantized_case import QuantizedCase
 
@@ -85,7 +85,7 @@ def isa(request: pytest.FixtureRequest) -> IsaName:
     return name
 
 
-def attend_kernel(case: QuantizedCase, isa: IsaName) -> Kernel:
+def attend_kernel(case: QuantizedCase, isa: IsaName) -> Kernel[KernelSpec]:
     return load(case.spec(isa, "attend"))
 
 
@@ -306,6 +306,6 @@ def test_the_check_notices(name: str | None) -> None:
         _check_both(kernel, given, hidden)
 
 
-def _check_both(kernel: Kernel, *problems: Problem) -> None:
+def _check_both(kernel: Kernel[KernelSpec], *problems: Problem) -> None:
     for given in problems:
         given.check(run_attend(kernel, given))

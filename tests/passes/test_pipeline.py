@@ -108,7 +108,8 @@ def test_a_malformed_graph_is_caught() -> None:
 def test_every_pass_leaves_one_remark_per_site() -> None:
     program, _ = capture(Softmax().eval(), *qkv(1), past(7), MASK)
     origins = [remark.origin for remark in program.remarks]
-    assert origins == [step.name for step in PIPELINE[1:]]
+    of_sites = [step.name for step in PIPELINE[1:] if step.name != "rewrite-linear"]
+    assert origins == of_sites
     assert all(remark.site and remark.where for remark in program.remarks)
 
 

@@ -223,7 +223,7 @@ class Problem:
         assert excess.max() <= 0, f"beyond the bound by {excess.max():.3e}"
 
 
-def run_attend(kernel: Kernel, problem: Problem, *, threads: int = 1) -> torch.Tensor:
+def run_attend(kernel: Kernel[KernelSpec], problem: Problem, *, threads: int = 1) -> torch.Tensor:
     """Call an attend kernel with poisoned scratch and output."""
     q, store = problem.q, problem.store
     batch, heads, queries, _ = q.shape
