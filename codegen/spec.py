@@ -15,7 +15,7 @@ MaskKind = Literal["none", "causal", "bool", "additive"]
 Queries = Literal["one", "few"]
 Compute = Literal["fp32", "int8"]
 
-MOST_ROWS = 8
+MOST_ROWS = 4
 """Most rows of a `linear`: beyond, the products cost more than reading the weights."""
 
 DEFAULT_CHUNK = 256

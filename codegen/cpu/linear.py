@@ -38,15 +38,19 @@ static inline void dots(
     const $word* w, const float* x, int64_t x_row, int64_t n, float bias, $word* out,
     int64_t out_row) {
   vec sums[R][$sums];
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
     for (int u = 0; u < $sums; ++u) sums[r][u] = zero();
   const int64_t whole = n / $step * $step;
   int64_t c = 0;
   for (; c + $stride <= whole; c += $stride)
+#pragma GCC unroll 16
     for (int u = 0; u < $sums; u += 2) {
       const int64_t at = c + u * $lanes;
       vec first, second;
       load_step(w + at, first, second);
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         sums[r][u] = fma(first, load(x + r * x_row + at), sums[r][u]);
         sums[r][u + 1] = fma(second, load(x + r * x_row + at + $lanes), sums[r][u + 1]);
@@ -55,12 +59,14 @@ static inline void dots(
   for (; c < whole; c += $step) {
     vec first, second;
     load_step(w + c, first, second);
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const float* at = x + r * x_row + c;
       sums[r][0] = fma(first, load(at), sums[r][0]);
       sums[r][1] = fma(second, load(at + $lanes), sums[r][1]);
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     vec sum = sums[r][0];
     for (int u = 1; u < $sums; ++u) sum = add(sum, sums[r][u]);

@@ -54,15 +54,15 @@ def linears(model: torch.nn.Module, *inputs: Any, options: PassOptions = OPTIONS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (2, 1), (1, 8), (4, 2)])
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (4, 1), (1, 4), (2, 2)])
 def test_a_few_rows_and_a_wide_weight(dtype: torch.dtype, rows: int, tokens: int) -> None:
     names = linears(Layer(dtype), *step(rows, tokens, dtype))
     assert names == [str(LINEAR), str(LINEAR), "aten.linear.default"]
 
 
 def test_many_rows_are_left_alone() -> None:
-    assert linears(Layer(), *step(1, 9)) == ["aten.linear.default"] * 3
-    assert linears(Layer(), *step(9, 1)) == ["aten.linear.default"] * 3
+    assert linears(Layer(), *step(1, 5)) == ["aten.linear.default"] * 3
+    assert linears(Layer(), *step(5, 1)) == ["aten.linear.default"] * 3
 
 
 def test_weights_in_another_order_are_left_alone() -> None:
