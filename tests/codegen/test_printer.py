@@ -95,4 +95,4 @@ def test_what_cannot_be_printed_is_refused_with_a_hint() -> None:
 
 
 def test_the_registry_is_complete() -> None:
-    assert set(registry) == {("cpu", op) for op in ("append", "attend", "gather")}
+    assert set(registry) == {("cpu", op) for op in ("append", "attend", "gather", "linear")}
