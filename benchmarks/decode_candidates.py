@@ -22,10 +22,12 @@ FROZEN = "inductor with freezing, StaticCache"
 QUANTIZED_CACHES = (("quanto", 4), ("hqq", 4), ("hqq", 8))
 """Backend and bits of transformers' `QuantizedCache`."""
 
-TOLERANCES = ((16, 0.05), (8, 0.15), (4, 0.7), (0, 1.2))
+TOLERANCES = ((8, 0.15), (4, 0.7), (0, 1.2))
 """Least bits of a number in the cache, and the allowed error of a step's logits over their spread.
 They are loose: they only have to tell roundings from a wrong cache, whose logits are sqrt(2)
-spreads away. Exact bounds are the tests' business."""
+spreads away. A bfloat16 model alone is 0.025 from its float32 self on average, and two that sum in
+different orders were 0.083 apart in one of 8 steps at 8,192 tokens. Exact bounds are the tests'
+business."""
 
 
 class WrongResultError(RuntimeError):
