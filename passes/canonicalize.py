@@ -123,8 +123,8 @@ class _Retrace(fx.Interpreter):
 
     Under `dynamic=True` Dynamo passes every float attribute, the attention's scale among them, as
     a tensor and reads it with `item()`. Asking for its value adds a guard on that value. And
-    make_fx records where a graph enters and leaves autocast without doing so, and would take every
-    dtype within for the one outside.
+    make_fx only records that a graph enters and leaves autocast, and would take every dtype within
+    for the one outside; entering a region by hand does both.
     """
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,13 +139,12 @@ class _Retrace(fx.Interpreter):
         value = n.meta.get("example_value")
         if isinstance(value, torch.SymFloat) and _is_input_float(value):
             return float(value)
-        result = super().run_node(n)
         if n.target is _enter_autocast:
             self.regions.append(torch.autocast(*n.args))  # type: ignore[arg-type]
-            self.regions[-1].__enter__()
-        elif n.target is _exit_autocast:
-            self.regions.pop().__exit__(None, None, None)
-        return result
+            return self.regions[-1].__enter__()
+        if n.target is _exit_autocast:
+            return self.regions.pop().__exit__(None, None, None)
+        return super().run_node(n)
 
 
 def _is_input_float(value: torch.SymFloat) -> bool:

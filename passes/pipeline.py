@@ -30,7 +30,7 @@ PIPELINE: tuple[Pass, ...] = (
     InferDataflow(),
     PlanFormats(),
     RewritePaged(),  # the first pass to change the graph
-    RewriteLinear(),
+    RewriteLinear(),  # once attention has its own operators, what is left are plain products
     LowerKernels(),  # last: it drops metadata that the passes before it read
 )
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from kvcompile.codegen.spec import MOST_ROWS, LinearSpec
+from kvcompile.passes.canonicalize import IS_HANDLE
 from kvcompile.passes.ir.ops import LINEAR
 from kvcompile.passes.ir.program import KernelUse
 from kvcompile.passes.ir.remarks import Remark
@@ -32,7 +33,7 @@ class RewriteLinear:
 
     def run(self, program: Program, options: PassOptions) -> None:
         """Replace targets in place, and name the kernels in `program.kernels`."""
-        if not options.gemv:
+        if not options.gemv or not program.plans:
             return
         specs: list[LinearSpec] = []
         for node in program.graph.find_nodes(
@@ -52,8 +53,13 @@ class RewriteLinear:
 
 def _has_few_rows(node: fx.Node) -> bool:
     """Whether a `linear` is one that the kernel takes; more rows than expected run as before."""
-    x, weight, *bias = (n.meta["val"] for n in node.args if isinstance(n, fx.Node))
+    operands = [n for n in node.args if isinstance(n, fx.Node)]
+    if any(n.meta.get(IS_HANDLE) for n in operands):
+        return False  # a tensor subclass, such as quantized weights, knows better
+    x, weight, *bias = (n.meta["val"] for n in operands)
     out = node.meta["val"]
+    if any(b.shape != weight.shape[:1] for b in bias):
+        return False
     same = all(t.dtype == out.dtype for t in (x, weight, *bias))
     if not same or out.dtype not in EXACT_FORMATS or weight.dim() != 2 or x.device.type != "cpu":
         return False

@@ -100,7 +100,7 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
     with program.graph.inserting_before(site.out):
         program.graph.call_function(
             APPEND,
-            (k, v, state, past_len, position, learns_padding),
+            (k, v, state, past_len, position, learns_padding, stream.has_past),
         )
         out: fx.Node | None = None
         if stream.has_past:

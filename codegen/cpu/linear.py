@@ -123,7 +123,7 @@ class LinearGenerator:
         """Print the kernel of `spec`."""
         isa, word = ISAS[spec.isa], CTYPE[spec.dtype]
         step = {"lanes": isa.lanes, "step": 2 * isa.lanes, "word": word}
-        block = isa.accumulators // SUMS
+        block = min(isa.accumulators // SUMS, MOST_ROWS)
         load_pair = render(LOAD_PAIR[spec.dtype], lanes=isa.lanes)
         cases = "\n".join(
             f"        case {rows}: dots<{rows}>(w, from, n, n, bias, out, out_features); break;"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -52,6 +52,8 @@ Gather = Callable[[Store, Role, int, int], torch.Tensor]
 _appends: dict[object, Append] = {}
 _attends: dict[object, Attend] = {}
 _gathers: dict[object, Gather] = {}
+LAUNCHERS: list[dict[Any, Any]] = [_appends, _attends, _gathers]
+"""Every choice between kernel and torch that was made in this process."""
 
 
 def append(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
@@ -135,7 +137,7 @@ def prepare(spec: Spec) -> bool:
 
 def forget_launchers() -> None:
     """Forget every choice between kernel and torch, so that the environment is read again."""
-    for launchers in (_appends, _attends, _gathers):
+    for launchers in LAUNCHERS:
         launchers.clear()
 
 
@@ -195,7 +197,7 @@ def _remark(reason: str) -> None:
             origin="launch",
             site="",
             where="",
-            reason=f"K and V are appended and read in plain torch, which is slow: {reason}",
+            reason=f"plain torch stands in for a kernel, which is slow: {reason}",
             hint="Install g++, or name a working C++ compiler in CXX.",
         ),
         once="fallback",

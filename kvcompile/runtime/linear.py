@@ -15,6 +15,7 @@ from kvcompile.runtime import launch
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 _linears: dict[torch.dtype, Linear] = {}
+launch.LAUNCHERS.append(_linears)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

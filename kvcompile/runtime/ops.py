@@ -1,8 +1,8 @@
-"""The operators that a rewritten graph calls: append, attend, materialize.
+"""The operators that a rewritten graph calls: append, attend, materialize, linear.
 
-They get a state tensor, find its store by word 7 and leave everything else to the store: a
-compiler may hand over a clone of the state tensor, whose addresses are out of date. Letters:
-B batch, S query tokens, T cached tokens, H query heads, K KV heads, D head dim.
+Those of a cache get a state tensor, find its store by word 7 and leave everything else to the
+store: a compiler may hand over a clone of the state tensor, whose addresses are out of date.
+Letters: B batch, S query tokens, T cached tokens, H query heads, K KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ def _append(
     past_len: int,
     position: torch.Tensor | None,
     mask: torch.Tensor | None,
+    attends: bool = False,
 ) -> None:
     """Write K and V [B, K, S, D] at `position`, or else at `past_len`.
 
-    The first append of a store learns left padding from its mask.
+    The first append of a store learns left padding from its mask. `attends` says that an attention
+    over the store follows.
     """
     store = _store_of(state)
     new_len = k.shape[2]
@@ -72,7 +74,7 @@ def _append(
             check_unwritten(mask, new_len)
         store.truncate(0)
         store.set_starts(learn_starts(mask, store.batch, new_len))
-    store.append(k, v, past_len)
+    store.append(k, v, past_len, attends=attends)
     if state.data_ptr() != store.state.data_ptr():
         # A compiler that clones what an operator mutates copies the clone back over the original.
         state.copy_(store.state)

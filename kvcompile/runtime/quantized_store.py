@@ -9,8 +9,9 @@ tokens give the same bytes, appended at once or one by one.
 An append quantizes what it makes old enough, but `commit` gives the exact pages back. Until then
 the step can be repeated from the very same past.
 
-A chunk of a prompt attends to what was stored before it and to itself exactly, as the first chunk
-does: read after the append, most of what its first queries need most would be quantized already.
+A chunk of more than 16 tokens that a compiled graph appends attends to what was stored before it
+and to itself exactly, as a prompt fed at once does: read after the append, most of what its first
+queries need most would be quantized already.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvcompile.runtime import launch
 from kvcompile.runtime.errors import CacheGapError
 from kvcompile.runtime.page_table import HOLE, PageTable
 from kvcompile.runtime.rows import Holding, PageRows
-from kvcompile.runtime.store import PagedStore
+from kvcompile.runtime.store import New, PagedStore
 
 if TYPE_CHECKING:
     from kvcompile.codegen.layout import RecordLayout
@@ -98,15 +99,26 @@ class QuantizedStore(PagedStore):
         """Writing at a position drops the tokens behind it, in a static buffer too."""
         return False
 
-    def append(self, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
+    def append(self, k: New, v: New, past_len: int, *, attends: bool = False) -> None:
         """Write tokens from `past_len` on; see `PagedStore.append`."""
-        self._seen_by_chunk = None
-        if k is not None and v is not None and past_len and k.shape[2] > MOST_QUERIES:
-            self.abandon()
-            past_k = launch.gather(self, "k", 0, past_len)
-            past_v = launch.gather(self, "v", 0, past_len)
-            self._seen_by_chunk = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
-        super().append(k, v, past_len)
+        self.abandon()
+        seen = None
+        if attends and k is not None and v is not None and k.shape[2] > MOST_QUERIES:
+            seen = self._with_past(k, v, past_len)
+        super().append(k, v, past_len, attends=attends)
+        self._seen_by_chunk = seen
+
+    def _with_past(
+        self, k: torch.Tensor, v: torch.Tensor, past_len: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the past and a chunk behind it; None for what the append is going to refuse."""
+        if past_len > self.length or k.shape[0] != self.batch:
+            return None
+        if not past_len:  # a static buffer that is filled anew
+            return k, v
+        past_k = launch.gather(self, "k", 0, past_len)
+        past_v = launch.gather(self, "v", 0, past_len)
+        return torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
 
     def dense_for_chunk(self, stored: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V [B, K, `stored`, D] as the chunk sees them that was just appended."""
@@ -131,6 +143,7 @@ class QuantizedStore(PagedStore):
 
     def abandon(self) -> None:
         """Forget what was appended since the last commit: the step that did it has failed."""
+        self._seen_by_chunk = None
         if self._quantized != self._ring_from:
             self._forget_uncommitted()
 

@@ -64,6 +64,9 @@ class _Derived:
     roles: set[Role]
 
 
+New = torch.Tensor | None  # tokens of K or V, [B, K, S, D]; None leaves the role alone
+
+
 class PagedStore(PageRows):
     """K and V of one layer.
 
@@ -188,22 +191,21 @@ class PagedStore(PageRows):
             self.truncate(past_len, role)
         self._own_pages(past_len, end, both=role is None)
 
-    def append(self, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
+    def append(self, k: New, v: New, past_len: int, *, attends: bool = False) -> None:
         """Write tokens from `past_len` on; the lengths move only with `commit`.
 
         Args:
             k: [B, K, S, D] of the store's dtype, or None to leave K alone.
             v: The same for V.
             past_len: Position of the first token.
+            attends: Whether the same tokens will attend to the store.
         """
         new = k if k is not None else v
         if new is None:
             return
         if new.shape[0] != self.batch:
-            raise ValueError(
-                f"{new.shape[0]} rows were to be appended to a cache of {self.batch} rows; "
-                "select rows of the cache first"
-            )
+            told = f"{new.shape[0]} rows were to be appended to a cache of {self.batch} rows"
+            raise ValueError(f"{told}; select rows of the cache first")
         role: Role | None = None if k is not None and v is not None else "v" if k is None else "k"
         self.reserve(past_len, new.shape[2], role)
         self.epoch += 1

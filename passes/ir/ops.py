@@ -14,8 +14,8 @@ import torch
 # for it carry no annotations.
 library = torch.library.Library("kvcompile", "DEF")
 library.define(
-    "append(Tensor k, Tensor v, Tensor(a!) state, SymInt past_len, Tensor? position, Tensor? mask)"
-    " -> ()"
+    "append(Tensor k, Tensor v, Tensor(a!) state, SymInt past_len, Tensor? position, Tensor? mask,"
+    " bool attends=False) -> ()"
 )
 library.define(
     "attend(Tensor q, Tensor state, SymInt past_len, Tensor? position, Tensor? mask,"
@@ -38,6 +38,7 @@ def _append_fake(
     past_len: int,
     position: torch.Tensor | None,
     mask: torch.Tensor | None,
+    attends: bool = False,
 ) -> None:
     return None
 

@@ -10,7 +10,9 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 import kvcompile
+from kvcompile.passes.ir.remarks import forget_notices, notices
 from kvcompile.reports import collect
+from kvcompile.runtime import launch
 from tests.support.compiled import assert_same_generation, compiled
 from tests.support.tiny_models import VOCAB_SIZE, prompt, tiny_llama, tiny_qwen2
 
@@ -74,12 +76,15 @@ def test_two_models_keep_their_own_weights() -> None:
 
 
 def test_more_rows_than_the_graph_was_compiled_for() -> None:
-    """A batch that became symbolic at 2 rows is later one of 20."""
+    """A batch that became symbolic at 3 rows is later one of 20."""
     model = wide_llama()
     run = compiled(model)
-    for batch in (2, 3, 20):
-        ids = torch.cat([prompt(12, seed=row) for row in range(batch)])
-        assert_close(decoded(run, model, ids), decoded(model, model, ids))
+    with collect() as graphs:
+        for batch in (2, 3, 20):
+            ids = torch.cat([prompt(12, seed=row) for row in range(batch)])
+            assert_close(decoded(run, model, ids), decoded(model, model, ids))
+    assert [graph.has_past for graph in graphs].count(True) == 2
+    assert rewritten(graphs) == [9, 9]
 
 
 def test_the_option_leaves_products_to_the_inner_backend() -> None:
@@ -90,7 +95,13 @@ def test_the_option_leaves_products_to_the_inner_backend() -> None:
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCOMPILE_CPU_KERNELS", "reference")
-    assert_same_generation(wide_llama(), prompt(20), 4)
+    launch.forget_launchers()
+    forget_notices()
+    try:
+        assert_same_generation(wide_llama(), prompt(20), 4)
+    finally:
+        launch.forget_launchers()
+    assert "KVC501" in [remark.code for remark in notices()]
 
 
 def test_explain_names_the_kernel() -> None:

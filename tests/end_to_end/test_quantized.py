@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import kvcompile
 from kvcompile.codegen.cpu.isa import detect_isa, has_integer_dot
@@ -251,3 +251,17 @@ def test_two_compilations() -> None:
         assert first.count == 2
         generated(model, run, prompt(100, seed=1), 150)
         assert first.count == 2
+
+
+def test_a_static_cache_that_is_filled_anew_sees_its_prompt_exactly() -> None:
+    model = tiny_llama()
+    run = compiled(model, **options("int4", "int4"))
+    cache = StaticCache(config=model.config, max_cache_len=256)
+    ids = prompt(200)
+    with torch.no_grad():
+        for _ in range(2):
+            found = run(ids, past_key_values=cache).logits
+            expected = model(ids).logits
+            assert (found - expected).abs().max() <= 1e-4 * expected.std()
+            run(prompt(1), past_key_values=cache)
+            cache.reset()

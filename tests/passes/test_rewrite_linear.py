@@ -75,6 +75,19 @@ def test_autocast_is_left_alone() -> None:
         assert linears(Layer(), *step(1, 1)) == ["aten.linear.default"] * 3
 
 
+def test_a_bias_that_broadcasts_is_left_alone() -> None:
+    model = Layer()
+    model.wide.bias = torch.nn.Parameter(torch.randn(1, WIDE))
+    names = linears(model, *step(1, 1))
+    assert names == ["aten.linear.default", str(LINEAR), "aten.linear.default"]
+
+
+def test_a_graph_that_stays_as_it_is_is_left_alone() -> None:
+    program, _ = capture(torch.nn.Linear(WIDE, WIDE).requires_grad_(False), torch.randn(1, WIDE))
+    assert "KVC410" not in codes(program)
+    assert calls(program) == ["aten.linear.default"]
+
+
 def test_the_option_turns_it_off() -> None:
     options = PassOptions(isa="avx512", gemv=False)
     assert linears(Layer(), *step(1, 1), options=options) == ["aten.linear.default"] * 3

@@ -253,8 +253,11 @@ def test_a_static_buffer_is_truncated_by_an_earlier_position() -> None:
     assert store.length == 2 * PAGE + 2
     assert torch.equal(store.materialize("k")[:, :, 2 * PAGE : 2 * PAGE + 2], again[0])
     assert not store.materialize("k")[:, :, 2 * PAGE + 2 :].any()
-    with pytest.raises(CacheGapError, match="start at 34"):
-        store.append(*new_tokens(1, 1), 40)
+    for new in (1, 40):
+        with pytest.raises(CacheGapError, match="start at 34"):
+            store.append(*new_tokens(1, new), 40, attends=True)
+    with pytest.raises(ValueError, match="rows"):
+        store.append(*new_tokens(2, 40), 34, attends=True)
 
 
 @pytest.mark.parametrize(("name", "most"), [("int8", 0.56), ("int4", 0.30), ("int2", 0.18)])
