@@ -155,12 +155,12 @@ def _kernel(
     """Return the kernel for these tensors, or None after a remark."""
     name = DTYPE_NAMES.get(dtype)
     if name is None:
-        _remark(f"no {op} kernel takes {dtype}")
+        remark(f"no {op} kernel takes {dtype}")
         return None
     try:
         isa = detect_isa()
     except UnsupportedKernelError as error:
-        _remark(str(error))
+        remark(str(error))
         return None
     spec = KernelSpec(
         op=op,
@@ -179,16 +179,16 @@ def _kernel(
 def load_or_remark(spec: S) -> Kernel[S] | None:
     """Return a kernel, or None after a remark that says why it cannot be had."""
     if os.environ.get("KVCOMPILE_CPU_KERNELS") == "reference":
-        _remark("KVCOMPILE_CPU_KERNELS=reference asks for it")
+        remark("KVCOMPILE_CPU_KERNELS=reference asks for it")
         return None
     try:
         return load(spec)
     except (CompilerNotFoundError, KernelCompilationError, UnsupportedKernelError) as error:
-        _remark(str(error))
+        remark(str(error))
         return None
 
 
-def _remark(reason: str) -> None:
+def remark(reason: str) -> None:
     """Say once per process that plain torch stands in for the kernels."""
     emit(
         Remark(
@@ -234,7 +234,7 @@ def _append_launcher(kernel: Kernel[KernelSpec]) -> Append:
             v_part, v = _part(v)
         state = store.state.data_ptr()
         words = pack(state, *k_part, *v_part, heads, past_len, new_len, threads())
-        _check(enter(words), kernel)
+        check(enter(words), kernel)
 
     return launch
 
@@ -261,7 +261,7 @@ def _gather_launcher(kernel: Kernel[KernelSpec]) -> Gather:
         part, _ = _part(dense)
         parts = (*part, *_NOTHING) if role == "k" else (*_NOTHING, *part)
         words = pack(store.state.data_ptr(), *parts, heads, start, stop, threads())
-        _check(enter(words), kernel)
+        check(enter(words), kernel)
         return dense
 
     return launch
@@ -337,7 +337,7 @@ def _attend_launcher(kernel: Kernel[KernelSpec], mask_dtype: torch.dtype | None)
             threads(),
             scale,
         )
-        _check(enter(words), kernel)
+        check(enter(words), kernel)
         return out
 
     return launch
@@ -368,6 +368,7 @@ def _mask_part(
     return (mask.data_ptr(), strides[0], strides[1], strides[2], strides[3])
 
 
-def _check(status: int, kernel: Kernel[KernelSpec]) -> None:
+def check(status: int, kernel: Kernel[Any]) -> None:
+    """Raise ValueError for a kernel that refused its arguments."""
     if status:
         raise ValueError(f"{kernel.spec} rejects its arguments (status {status})")

@@ -39,7 +39,8 @@ def _launcher(dtype: torch.dtype) -> Linear:
     """Return what multiplies this dtype: the kernel, or PyTorch where it cannot be had."""
     try:
         spec = LinearSpec(isa=detect_isa(), dtype=launch.DTYPE_NAMES[dtype])
-    except UnsupportedKernelError:
+    except UnsupportedKernelError as error:
+        launch.remark(str(error))
         return F.linear
     kernel = launch.load_or_remark(spec)
     if kernel is None:
@@ -68,8 +69,7 @@ def _launcher(dtype: torch.dtype) -> Linear:
             outputs,
             threads(),
         )
-        if status := enter(words):
-            raise ValueError(f"{kernel.spec} rejects its arguments (status {status})")
+        launch.check(enter(words), kernel)
         return out
 
     return launcher
