@@ -9,6 +9,7 @@ from typing import TypedDict
 import torch
 
 from kvcompile.codegen.formats import TILE, Format, PartShape, Role, get_format
+from kvcompile.codegen.rotary import MEAN_BYTES, Rotary, separate_mean, turning_mean
 
 PAGE_SIZES = (16, 32, 64, 128)
 DEFAULT_GROUP_SIZE = 64
@@ -24,6 +25,7 @@ class LayoutFields(TypedDict):
     page_size: int
     q_group_size: int | None
     num_sink_tokens: int | None
+    rotary: Rotary | None
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class RecordLayout:
         page_size: Tokens in a page.
         q_group_size: Channels of V that share a scale.
         window: What is stored exactly beside the pages; None if and only if both formats are exact.
+        rotary: How K rotates, if its turning mean is kept beside its codes: behind them, in the
+            K part. Whoever encodes or decodes then needs the table of `codegen.rotary`.
     """
 
     k_format: str
@@ -76,6 +80,7 @@ class RecordLayout:
     page_size: int
     q_group_size: int = DEFAULT_GROUP_SIZE
     window: Window | None = None
+    rotary: Rotary | None = None
 
     def __post_init__(self) -> None:
         """Check the fields.
@@ -100,6 +105,11 @@ class RecordLayout:
             raise ValueError(f"q_group_size must be a multiple of 16, not {self.q_group_size}")
         if any(format_.is_grouped for format_ in formats) != (self.window is not None):
             raise ValueError("a window goes with quantized formats, and only with them")
+        if self.rotary is not None:
+            if not formats[0].is_grouped:
+                raise ValueError("a turning mean goes with quantized keys, and only with them")
+            if self.rotary.dim > self.head_dim_qk:
+                raise ValueError(f"{self.rotary.dim} of {self.head_dim_qk} channels cannot rotate")
 
     @cached_property
     def symbol(self) -> str:
@@ -111,9 +121,8 @@ class RecordLayout:
         if self.window is None:
             return name
         w = self.window
-        return (
-            f"{name}_c{self.q_group_size}_{w.exact_format}_s{w.num_sink_tokens}r{w.residual_length}"
-        )
+        name += f"_c{self.q_group_size}_{w.exact_format}_s{w.num_sink_tokens}r{w.residual_length}"
+        return name if self.rotary is None else f"{name}_{self.rotary.symbol}"
 
     @cached_property
     def exact(self) -> RecordLayout:
@@ -125,7 +134,7 @@ class RecordLayout:
         if self.window is None:
             raise ValueError(f"{self.symbol} has no window")
         name = self.window.exact_format
-        return replace(self, k_format=name, v_format=name, page_size=TILE, window=None)
+        return replace(self, k_format=name, v_format=name, page_size=TILE, window=None, rotary=None)
 
     def spec_fields(self) -> LayoutFields:
         """Return the fields of the specs of kernels that read or write such records."""
@@ -138,6 +147,7 @@ class RecordLayout:
             page_size=self.page_size,
             q_group_size=None if window is None else self.q_group_size,
             num_sink_tokens=None if window is None else window.num_sink_tokens,
+            rotary=self.rotary,
         )
 
     def format(self, role: Role) -> Format:
@@ -150,7 +160,12 @@ class RecordLayout:
 
     @cached_property
     def k_bytes(self) -> int:
-        """Bytes of the K part."""
+        """Bytes of the K part: codes and scales, then the turning mean if there is one."""
+        return self.mean_offset + (0 if self.rotary is None else MEAN_BYTES)
+
+    @cached_property
+    def mean_offset(self) -> int:
+        """Offset of the turning mean of K."""
         return self.format("k").part_bytes(self.part("k"))
 
     @cached_property
@@ -181,15 +196,44 @@ class RecordLayout:
         """Return the channels of a key or of a value."""
         return self.head_dim_qk if role == "k" else self.head_dim_vo
 
-    def pack(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Store k[..., P, Dk] and v[..., P, Dv] as uint8[..., record_bytes]."""
-        k_part = self.format("k").encode(self.part("k"), k)
-        v_part = self.format("v").encode(self.part("v"), v)
-        return torch.cat([k_part, v_part], dim=-1)
+    def encode(
+        self, role: Role, dense: torch.Tensor, table: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Store dense[..., P, D] as one part of a record, uint8[..., part].
 
-    def unpack(self, record: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        Args:
+            role: Which part.
+            dense: K or V.
+            table: The angles that K turns by, see `codegen.rotary`; if there is a turning mean.
+        """
+        format_, shape = self.format(role), self.part(role)
+        if role == "v" or self.rotary is None:
+            return format_.encode(shape, dense)
+        assert table is not None
+        left, mean = separate_mean(self.rotary, table, dense)
+        return torch.cat([format_.encode(shape, left), mean], dim=-1)
+
+    def decode(
+        self, role: Role, stored: torch.Tensor, table: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return one part of a record, uint8[..., part], as [..., P, D]; see `encode`."""
+        format_, shape = self.format(role), self.part(role)
+        if role == "v" or self.rotary is None:
+            return format_.decode(shape, stored)
+        assert table is not None
+        left = format_.decode(shape, stored[..., : self.mean_offset])
+        mean = stored[..., self.mean_offset :]
+        return left + turning_mean(self.rotary, table, mean, left.shape[-2:])
+
+    def pack(
+        self, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Store k[..., P, Dk] and v[..., P, Dv] as uint8[..., record_bytes]."""
+        return torch.cat([self.encode("k", k, table), self.encode("v", v)], dim=-1)
+
+    def unpack(
+        self, record: torch.Tensor, table: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return uint8[..., record_bytes] as k[..., P, Dk] and v[..., P, Dv]."""
         k_part, v_part = record[..., : self.v_offset], record[..., self.v_offset :]
-        k = self.format("k").decode(self.part("k"), k_part)
-        v = self.format("v").decode(self.part("v"), v_part)
-        return k, v
+        return self.decode("k", k_part, table), self.decode("v", v_part)

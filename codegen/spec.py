@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kvcompile.codegen.formats import get_format
+from kvcompile.codegen.rotary import Rotary
 
 Op = Literal["append", "attend", "gather"]
 Target = Literal["cpu"]
@@ -104,6 +105,7 @@ class KernelSpec:
         num_sink_tokens: First tokens of a row, which lie in exact pages (quantized formats only).
         compute: How attend multiplies quantized K and V: "fp32" decodes them in registers, "int8"
             rounds the query to int8 and the weights to 16 bits and multiplies integers.
+        rotary: How K rotates, if its turning mean is kept beside its codes.
     """
 
     op: Op
@@ -124,6 +126,7 @@ class KernelSpec:
     q_group_size: int | None = None
     num_sink_tokens: int | None = None
     compute: Compute | None = None
+    rotary: Rotary | None = None
 
     def __post_init__(self) -> None:
         """Reject fields that contradict each other.
@@ -147,6 +150,8 @@ class KernelSpec:
             raise ValueError("q_group_size and num_sink_tokens go with quantized formats")
         if (self.compute is not None) != (self.is_grouped and self.op == "attend"):
             raise ValueError("compute goes with attend over quantized formats, and only with it")
+        if self.rotary is not None and not get_format(self.k_format).is_grouped:
+            raise ValueError("rotary goes with quantized keys, and only with them")
         if (self.mask == "additive") != (self.mask_dtype is not None):
             raise ValueError("mask_dtype goes with an additive mask, and only with it")
 
@@ -175,6 +180,7 @@ class KernelSpec:
             parts.append(f"p{self.page_size}")
         if self.is_grouped:
             parts.append(f"c{self.q_group_size}_s{self.num_sink_tokens}")
+            parts += [self.rotary.symbol] if self.rotary else []
             parts += [f"x{self.compute}"] if self.compute else []
         return "_".join(parts)
 

@@ -23,4 +23,4 @@ class StateWords:
 
 PAGES = StateWords(0, 1, 2, 4, 5)
 EXACT_PAGES = StateWords(8, 9, 10, 11, 12)
-STARTS, BATCH, KEY, QUANTIZED, RING_FROM = 3, 6, 7, 13, 14
+STARTS, BATCH, KEY, QUANTIZED, RING_FROM, ROTARY = 3, 6, 7, 13, 14, 15

@@ -140,6 +140,7 @@ def pass_options(options: CacheOptions) -> PassOptions:
         num_sink_tokens=options.num_sink_tokens,
         compute_dtype=options.compute_dtype,
         gemv=options.gemv,
+        separate_k_bias=options.separate_k_bias,
     )
 
 

@@ -43,6 +43,8 @@ class CacheOptions:
         num_sink_tokens: First tokens that stay exact in a quantized cache.
         compute_dtype: How attention multiplies quantized K and V: `fp32` decodes them in registers,
             `int8` rounds the query to int8 and multiplies integers; `auto` is the faster one.
+        separate_k_bias: Free quantized K of what its projection's bias becomes under rotary
+            embedding, and add it back to the scores; where there is such a bias.
         gemv: Multiply the few rows of a decode step with weights as they lie, in a generated
             kernel; False leaves all products to the inner backend.
         strict: Raise the remark of an attention or cache that cannot be rewritten, instead of
@@ -60,6 +62,7 @@ class CacheOptions:
     residual_length: int = 64
     num_sink_tokens: int = 4
     compute_dtype: str = "auto"
+    separate_k_bias: bool = True
     gemv: bool = True
     strict: bool = False
     inner_backend: str = "inductor"
@@ -78,7 +81,7 @@ class CacheOptions:
         _whole_number("num_sink_tokens", self.num_sink_tokens, least=0)
         _one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         _one_of("inner_backend", self.inner_backend, INNER_BACKENDS)
-        for name in ("gemv", "strict", "verify"):
+        for name in ("separate_k_bias", "gemv", "strict", "verify"):
             _one_of(name, getattr(self, name), (False, True))
         for name in sorted(self.dtypes().names()):
             least = 16 if name == "auto" else get_format(name).smallest_page

@@ -31,6 +31,8 @@ class PassOptions:
         num_sink_tokens: First tokens that stay exact in a quantized cache.
         compute_dtype: How quantized K and V are multiplied: `fp32`, `int8`, or `auto`.
         gemv: Whether linears of few rows get a kernel of their own.
+        separate_k_bias: Whether quantized K whose projection has a bias keeps its turning mean
+            apart.
     """
 
     isa: IsaName
@@ -42,6 +44,7 @@ class PassOptions:
     num_sink_tokens: int = 4
     compute_dtype: str = "auto"
     gemv: bool = True
+    separate_k_bias: bool = True
 
 
 class Pass(Protocol):

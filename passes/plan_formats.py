@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,9 +15,13 @@ from kvcompile.passes.ir.plan import StreamPlan
 from kvcompile.passes.ir.remarks import Remark
 from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.ir.stage import Stage
+from kvcompile.passes.patterns.rotary import has_bias, rotating_keys
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from kvcompile.codegen.formats import Format
+    from kvcompile.codegen.rotary import Rotary
     from kvcompile.codegen.spec import Compute, DTypeName
     from kvcompile.passes.ir.program import Program
     from kvcompile.passes.ir.site import AttentionSite
@@ -51,7 +56,8 @@ class PlanFormats:
         for site in program.sites:
             if site.index not in program.streams:
                 continue
-            plan = _plan(site, count, options)
+            keys = program.streams[site.index].k.new
+            plan = _plan(site, keys, count, options)
             if isinstance(plan, Missed):
                 program.remarks.append(missed(self.name, site, plan))
                 continue
@@ -66,10 +72,14 @@ class PlanFormats:
                     f"; the first {layout.window.num_sink_tokens} and the last "
                     f"{layout.window.residual_length} tokens exact, computed in {plan.compute}"
                 )
+            if _is_separable(keys, layout, options):
+                reason += "; " + _about_bias(layout.rotary)
             program.remarks.append(passed(self.name, "KVC300", site, reason))
 
 
-def _plan(site: AttentionSite, sites: int, options: PassOptions) -> StreamPlan | Missed:
+def _plan(
+    site: AttentionSite, keys: fx.Node, sites: int, options: PassOptions
+) -> StreamPlan | Missed:
     k, v = site.k.meta["val"], site.v.meta["val"]
     if k.dtype != v.dtype:
         return Missed("KVC301", f"keys are {k.dtype} and values {v.dtype}", site.k)
@@ -92,7 +102,22 @@ def _plan(site: AttentionSite, sites: int, options: PassOptions) -> StreamPlan |
         compute = _compute((layout.format("k"), layout.format("v")), options)
     if isinstance(compute, Missed):
         return compute
-    return StreamPlan(site.index, k.dtype, site.num_kv_heads, layout, compute)
+    turning = rotating_keys(keys) if _is_separable(keys, layout, options) else None
+    if turning is not None:
+        layout = replace(layout, rotary=turning.rotary)
+    frequencies = None if turning is None else turning.frequencies
+    return StreamPlan(site.index, k.dtype, site.num_kv_heads, layout, compute, frequencies)
+
+
+def _is_separable(keys: fx.Node, layout: RecordLayout, options: PassOptions) -> bool:
+    """Whether K is to be freed of what its bias becomes under rotary embedding."""
+    return options.separate_k_bias and layout.format("k").is_grouped and has_bias(keys)
+
+
+def _about_bias(rotary: Rotary | None) -> str:
+    if rotary is None:
+        return "K has a bias, but no input holds rotary frequencies: quantized as it is"
+    return f"K has a bias: its mean, which turns in {rotary.dim} channels, is kept apart"
 
 
 def plan_layout(

@@ -56,7 +56,8 @@ class RewritePaged:
                 program.remarks.append(missed(self.name, site, refusal))
                 del program.plans[site.index]
                 continue
-            states.append(_state_binding(site, stream, captured))
+            frequencies = program.plans[index].frequencies
+            states.append(_state_binding(site, stream, captured, frequencies))
             how = "append and attend" if stream.has_past else "append; attention on the new tokens"
             program.remarks.append(passed(self.name, "KVC400", site, how))
         _close(program, captured, num_outputs, tuple(states))
@@ -289,7 +290,10 @@ def _sum(program: Program, a: fx.node.Argument, b: fx.node.Argument) -> fx.Node:
 
 
 def _state_binding(
-    site: AttentionSite, stream: CacheStream, captured: list[fx.Node]
+    site: AttentionSite,
+    stream: CacheStream,
+    captured: list[fx.Node],
+    frequencies: fx.Node | None,
 ) -> StateBinding:
     position = {node: i for i, node in enumerate(captured)}
     k_past, v_past = stream.k.past, stream.v.past
@@ -304,6 +308,7 @@ def _state_binding(
         token_dim=stream.k.token_dim,
         capacity=_capacity(captured, stream) if stream.is_static else None,
         batch=batch,
+        frequencies=None if frequencies is None else position[frequencies],
     )
 
 

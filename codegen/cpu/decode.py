@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from kvcompile.codegen.cpu.fields import unpack_text
 from kvcompile.codegen.cpu.grouped import GroupedPart, grouped_part
+from kvcompile.codegen.cpu.pages import record_layout
+from kvcompile.codegen.cpu.rotary import add_text
 from kvcompile.codegen.cpu.scalars import CTYPE, narrow
 from kvcompile.codegen.cpu.text import join_sections, render
 from kvcompile.codegen.formats import Role
@@ -20,6 +22,20 @@ static inline void read_k(const uint8_t* part, int slot, $ctype* x /* [$head_dim
 $unpack  const uint16_t* words = (const uint16_t*)(part + $code_bytes);
   for (int c = 0; c < $head_dim; ++c)
     x[c] = $value;
+}
+"""
+
+READ_K_AND_MEAN = """
+// one token of the K part
+static inline void read_k(
+    const uint8_t* part, int slot, $ctype* x /* [$head_dim] */, const float* rotary) {
+  alignas(64) uint8_t codes[$channels];
+  alignas(64) float dense[$head_dim];
+$unpack  const uint16_t* words = (const uint16_t*)(part + $code_bytes);
+  for (int c = 0; c < $head_dim; ++c)
+    dense[c] = $decoded;
+  add_mean(part + $mean_offset, rotary, slot, dense);
+  for (int c = 0; c < $head_dim; ++c) x[c] = $narrowed;
 }
 """
 
@@ -59,7 +75,16 @@ def decode_text(spec: KernelSpec, role: Role) -> str:
         "value": narrow(spec.dtype, _value(part)),
     }
     texts = [unpack_text(part, plane) for plane in part.planes()]
-    if role == "k":
+    layout = record_layout(spec)
+    if role == "k" and layout.rotary is not None:
+        texts.append(add_text(layout))
+        mean = {
+            "decoded": _value(part),
+            "narrowed": narrow(spec.dtype, "dense[c]"),
+            "mean_offset": layout.mean_offset,
+        }
+        texts.append(render(READ_K_AND_MEAN, **mean, **literals))
+    elif role == "k":
         texts.append(render(READ_K, **literals))
     else:
         page_size = part.shape.page_size

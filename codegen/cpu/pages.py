@@ -77,12 +77,12 @@ struct Store {
   const int32_t* quantized;    // [B] quantized pages
   const int32_t* ring_from;    // [B] the ring has slots from this quantized page on
   int64_t batch;
-
+$rotary
   explicit Store(const int64_t* state)
       : pages(state[0], state[1], state[2], state[4], state[5]),
         exact(state[8], state[9], state[10], state[11], state[12]),
         starts((const int32_t*)state[3]), quantized((const int32_t*)state[13]),
-        ring_from((const int32_t*)state[14]), batch(state[6]) {}
+        ring_from((const int32_t*)state[14]), batch(state[6])$rotary_init {}
 
   // the record of KV head `head` in the `page`-th quantized page of row `b`
   uint8_t* record(int64_t b, int64_t page, int64_t head) const {
@@ -99,6 +99,9 @@ struct Store {
     return i < $sinks ? i : $ring_slot + i - int64_t(ring_from[b]) * $page_size;
   }
 };
+"""
+
+ROTARY_FIELD = """  const float* rotary;         // the angles that K turns by
 """
 
 INDEX_K = """
@@ -125,7 +128,8 @@ def record_layout(spec: KernelSpec) -> RecordLayout:
     assert spec.num_sink_tokens is not None
     # How much is quantized is read from the state, so the residual length has no say here.
     window = Window(spec.dtype, spec.num_sink_tokens, 0)
-    return RecordLayout(*names, *dims, spec.page_size, spec.q_group_size, window)
+    sizes = (*dims, spec.page_size, spec.q_group_size)
+    return RecordLayout(*names, *sizes, window, spec.rotary)
 
 
 def part_format(spec: KernelSpec, role: Role) -> str:
@@ -176,6 +180,8 @@ def store_text(spec: KernelSpec) -> str:
         record_bytes=layout.record_bytes,
         exact_record_bytes=layout.exact.record_bytes,
         ring_slot=layout.window.sink_pages * TILE - sinks,
+        rotary="" if spec.rotary is None else ROTARY_FIELD,
+        rotary_init="" if spec.rotary is None else ", rotary((const float*)state[15])",
     )
 
 

@@ -6,6 +6,7 @@ from kvcompile.codegen.cpu.abi import signature_text
 from kvcompile.codegen.cpu.encode import encode_text
 from kvcompile.codegen.cpu.grouped import part_channels
 from kvcompile.codegen.cpu.pages import record_layout
+from kvcompile.codegen.cpu.rotary import separate_text
 from kvcompile.codegen.cpu.scalars import CTYPE, widen
 from kvcompile.codegen.cpu.text import join_sections, render
 from kvcompile.codegen.formats import TILE, Role
@@ -39,7 +40,7 @@ static void quantize_page_$role(
       for (int c = 0; c < $head_dim; ++c) row[c] = $widened_slot;
     }
   }
-  encode_$role(x, store.record(b, page, h)$offset);
+$separate  encode_$role(x, store.record(b, page, h)$offset);
 }
 """
 
@@ -100,6 +101,7 @@ def quantized_append_text(spec: KernelSpec) -> str:
     )
     return join_sections(
         encode_text(spec),
+        separate_text(layout),
         render(TOKENS, ctype=CTYPE[spec.dtype]),
         _quantize_page_text(spec, "k"),
         _quantize_page_text(spec, "v"),
@@ -110,8 +112,13 @@ def quantized_append_text(spec: KernelSpec) -> str:
 def _quantize_page_text(spec: KernelSpec, role: Role) -> str:
     layout = record_layout(spec)
     head_dim, channels = layout.head_dim(role), part_channels(spec, role)
+    separate = ""
+    if role == "k" and layout.rotary is not None:
+        means = f"store.record(b, page, h) + {layout.mean_offset}"
+        separate = f"  separate_mean(x, store.rotary, {means});\n"
     return render(
         QUANTIZE_PAGE,
+        separate=separate,
         role=role,
         ctype=CTYPE[spec.dtype],
         page_size=spec.page_size,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from kvcompile.codegen.cpu import decode_fragments, fragments, integer_attend, panels
 from kvcompile.codegen.cpu.pages import load_page_text
+from kvcompile.codegen.cpu.rotary import mean_scores_text
 from kvcompile.codegen.cpu.shape import AttendShape
 from kvcompile.codegen.cpu.text import join_sections, render
 from kvcompile.codegen.formats import TILE
@@ -120,9 +121,9 @@ static void attend_chunk(const Call& call, int64_t item, int64_t items, Workspac
       load_query(call, at.b, at.h, row0, count, work.q);
       work.b = at.b, work.h = at.h, work.row0 = row0;
     }
-    if (quantized)
+    if (quantized)$open
       quantized::panel_scores(chunk, count, work.q, work.s);
-    else
+$mean    ${close}else
       exact::panel_scores(chunk, count, work.q, work.s);
 $mask$bury    for (int r = 0; r < count; ++r)
       online_softmax(work.s + r * $chunk, chunk.tokens, out.m[row0 + r], out.l[row0 + r]);
@@ -137,6 +138,11 @@ $mask$bury    for (int r = 0; r < count; ++r)
 MASK_PAGES = """    for (int page = 0; page < chunk.pages; ++page)
       mask(call, at.b,$head row0, count, chunk.first[page], chunk.filled[page], work.bias,
            work.s + page * (quantized ? $page_size : 16));
+"""
+
+
+MEAN_SCORES = """\
+      quantized::panel_mean_scores(call.store.rotary, chunk, count, work.q, work.s);
 """
 
 
@@ -170,6 +176,7 @@ def namespaces(shape: AttendShape) -> str:
         "}  // namespace exact",
         "// ---- quantized pages\nnamespace quantized {",
         _quantized_panels(shape),
+        mean_scores_text(shape),
         "}  // namespace quantized",
     )
 
@@ -220,6 +227,9 @@ def attend_chunk(shape: AttendShape) -> str:
             chunk=shape.chunk,
             out_channels=shape.out_channels,
             mask=mask,
+            mean=MEAN_SCORES if spec.rotary is not None else "",
+            open=" {" if spec.rotary is not None else "",
+            close="} " if spec.rotary is not None else "",
             bury="    if (!quantized) bury(chunk, count, work.s);\n" if empty else "",
         ),
     )

@@ -16,7 +16,7 @@ TOKEN = """
       } else if (i >= $sinks && i < ring) {
         const uint8_t* record = store.record(b, (i - $sinks) / $page_size, h);
         const int slot = int((i - $sinks) % $page_size);
-        if (k) read_k((const $k_word*)record, slot, k);
+        if (k) read_k((const $k_word*)record, slot, k$rotary);
         if (v) read_v((const $v_word*)(record + $v_offset), slot, v);
       } else {
         const int64_t position = store.exact_slot(b, i);
@@ -38,6 +38,7 @@ def quantized_token_text(spec: KernelSpec) -> str:
         v_word=CTYPE.get(spec.v_format, "uint8_t"),
         page_size=spec.page_size,
         sinks=spec.num_sink_tokens,
+        rotary="" if spec.rotary is None else ", store.rotary",
         tile=TILE,
         head_dim_qk=spec.head_dim_qk,
         head_dim_vo=spec.head_dim_vo,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvcompile.codegen.rotary import rotary_table
 from kvcompile.passes.ir.plan import StreamPlan
 from kvcompile.passes.ir.program import Program, SizeSource, StateBinding
 from kvcompile.passes.patterns.layout import writer
@@ -68,12 +69,12 @@ class Executor:
         Lengths move at the end of a step only, so without the mark a second step from the same
         past, in another thread or for another stream of this graph, would write to the same slots.
         """
-        arenas = _Arenas(self._users)
+        shared = _Shared(self._users, args)
         stores: list[PagedStore] = []
         with _claiming:
             try:
                 for state, plan in zip(self._states, self._plans, strict=True):
-                    store = self._store(state, plan, args, arenas)
+                    store = self._store(state, plan, args, shared)
                     store.claimed, store.appended = True, store.length
                     stores.append(store)
             except BaseException:
@@ -105,11 +106,11 @@ class Executor:
         return tuple(outputs)
 
     def _store(
-        self, state: StateBinding, plan: StreamPlan, args: Sequence[Any], arenas: _Arenas
+        self, state: StateBinding, plan: StreamPlan, args: Sequence[Any], shared: _Shared
     ) -> PagedStore:
         """Return the store that ends where the stream's past ends."""
         if state.k_input is None or state.v_input is None:
-            return self._new_store(state, plan, args, arenas)
+            return self._new_store(state, plan, args, shared)
         k, v = args[state.k_input], args[state.v_input]
         if isinstance(k, KVTensor) and isinstance(v, KVTensor):
             if _fits(k.store, state, plan) and _fits(v.store, state, plan):
@@ -120,19 +121,19 @@ class Executor:
                     "cache that this model's own prefill has made"
                 )
         k, v = (t.read(INPUT) if isinstance(t, KVTensor) else t for t in (k, v))
-        store = self._new_store(state, plan, args, arenas)
+        store = self._new_store(state, plan, args, shared)
         if k.shape[state.token_dim]:
             store.append(store.heads_first(k), store.heads_first(v), 0)
             store.commit(store.appended)
         return store
 
     def _new_store(
-        self, state: StateBinding, plan: StreamPlan, args: Sequence[Any], arenas: _Arenas
+        self, state: StateBinding, plan: StreamPlan, args: Sequence[Any], shared: _Shared
     ) -> PagedStore:
-        """Make an empty store; the layers of one call share an arena per page size."""
+        """Make an empty store; the layers of one call share arenas and angles."""
         batch = _size(state.batch, args)
         capacity = None if state.capacity is None else _size(state.capacity, args)
-        arena = arenas.of(plan.page_bytes)
+        arena = shared.arena(plan.page_bytes)
         if plan.layout.window is None:
             store = PagedStore(
                 plan.layout,
@@ -150,10 +151,11 @@ class Executor:
                 plan.num_kv_heads,
                 plan.dtype,
                 "cpu",
-                (arena, arenas.of(plan.exact_page_bytes)),
+                (arena, shared.arena(plan.exact_page_bytes)),
                 batch=batch,
                 capacity=capacity,
                 token_dim=state.token_dim,
+                rotary_table=shared.angles(state, plan),
             )
         store.compute = plan.compute
         return store
@@ -165,19 +167,30 @@ def _arena_users(plans: Sequence[StreamPlan]) -> Counter[int]:
     return Counter(sizes + [p.exact_page_bytes for p in plans if p.layout.window is not None])
 
 
-class _Arenas:
-    """The arenas of one call, by page size; each is shared by all layers with such pages."""
+class _Shared:
+    """What the new stores of one call share: arenas by page size, and tables of rotary angles."""
 
-    def __init__(self, users: Counter[int]) -> None:
+    def __init__(self, users: Counter[int], args: Sequence[Any]) -> None:
         self._users = users
+        self._args = args
         self._arenas: dict[int, Arena] = {}
+        self._angles: dict[tuple[int, int], torch.Tensor] = {}
 
-    def of(self, page_bytes: int) -> Arena:
+    def arena(self, page_bytes: int) -> Arena:
         """Return the arena with pages of this size."""
         arena = self._arenas.get(page_bytes)
         if arena is None:
             arena = self._arenas[page_bytes] = Arena(page_bytes, stores=self._users[page_bytes])
         return arena
+
+    def angles(self, state: StateBinding, plan: StreamPlan) -> torch.Tensor | None:
+        """Return the angles that the keys of a stream turn by, if their turning mean is kept."""
+        if state.frequencies is None:
+            return None
+        key = state.frequencies, plan.layout.page_size
+        if key not in self._angles:
+            self._angles[key] = rotary_table(self._args[state.frequencies], plan.layout.page_size)
+        return self._angles[key]
 
 
 def _fits(store: PagedStore | None, state: StateBinding, plan: StreamPlan) -> bool:

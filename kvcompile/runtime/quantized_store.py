@@ -24,7 +24,7 @@ import torch
 
 from kvcompile.codegen.formats import TILE
 from kvcompile.codegen.spec import MOST_QUERIES
-from kvcompile.codegen.state import EXACT_PAGES, QUANTIZED, RING_FROM
+from kvcompile.codegen.state import EXACT_PAGES, QUANTIZED, RING_FROM, ROTARY
 from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime import launch
 from kvcompile.runtime.errors import CacheGapError
@@ -46,9 +46,10 @@ class QuantizedStore(PagedStore):
         quantized: int32[B], quantized pages of each row.
         ring_from: int32[B], the page whose first token begins the ring's first exact page. It is
             less than `quantized` between an append and its commit.
+        rotary_table: The angles that K turns by, if its turning mean is kept.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a PagedStore takes, and the angles
         self,
         layout: RecordLayout,
         num_kv_heads: int,
@@ -59,6 +60,7 @@ class QuantizedStore(PagedStore):
         batch: int,
         capacity: int | None = None,
         token_dim: int = 2,
+        rotary_table: torch.Tensor | None = None,
     ) -> None:
         """Make an empty store.
 
@@ -71,6 +73,8 @@ class QuantizedStore(PagedStore):
             batch: Rows.
             capacity: Tokens of a static buffer, or None for a cache that grows.
             token_dim: Dimension of the dense K and V that counts tokens.
+            rotary_table: The angles that K turns by, see `codegen.rotary`, if the layout keeps its
+                turning mean.
         """
         arena, exact_arena = arenas
         super().__init__(
@@ -84,12 +88,16 @@ class QuantizedStore(PagedStore):
             token_dim=token_dim,
         )
         assert layout.window is not None
+        assert (layout.rotary is None) == (rotary_table is None)
+        self.rotary_table = rotary_table
         self._window = layout.window
         self.exact = PageTable(exact_arena, batch, 16, self._words, EXACT_PAGES)
         self.quantized = torch.zeros(batch, dtype=torch.int32)
         self.ring_from = torch.zeros(batch, dtype=torch.int32)
         self._words[QUANTIZED] = self.quantized.data_ptr()
         self._words[RING_FROM] = self.ring_from.data_ptr()
+        if rotary_table is not None:
+            self._words[ROTARY] = rotary_table.data_ptr()
         self._quantized = [0] * batch
         self._ring_from = [0] * batch
         self._seen_by_chunk: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -357,6 +365,11 @@ class QuantizedStore(PagedStore):
             and self.exact.rows == other.exact.rows
         )
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return every tensor outside its arenas; the table of angles is shared by all layers."""
+        shared = [] if self.rotary_table is None else [self.rotary_table]
+        return [*super().tensors(), *shared]
+
     def _tables(self) -> list[torch.Tensor]:
         return [self.block_table, self.exact.block_table, self.quantized, self.ring_from]
 
@@ -370,4 +383,5 @@ class QuantizedStore(PagedStore):
             batch=batch,
             capacity=self.capacity,
             token_dim=self.token_dim,
+            rotary_table=self.rotary_table,
         )

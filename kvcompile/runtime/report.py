@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from kvcompile.runtime.handle import KVTensor
+from kvcompile.runtime.quantized_store import QuantizedStore
 from kvcompile.runtime.store import StoreBytes
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class MemoryReport:
         slack: Bytes of slots without a token, in pages that this cache holds.
         unused: Bytes of pages that are free, or held by another cache of the same arena.
         allocated: Bytes of all slabs: stored + slack + unused.
-        tables: Block tables, left-padding counts, state and anchor tensors, slab tables.
+        tables: Block tables, left-padding counts, state and anchor tensors, slab tables, angles of
+            rotary embedding.
         dense: Dense tensors that handles were turned into by writes and views.
         total: allocated + tables + dense: the sum of all distinct storages.
         materializations: Operator -> how often it needed the dense tensor.
@@ -121,6 +123,12 @@ def memory_report(cache: object) -> MemoryReport:
     tables = sum(_table_bytes(arena) for arena in arenas.values()) + sum(
         layer.bytes.block_table + layer.bytes.starts + layer.bytes.state for layer in layers
     )
+    angles = {
+        id(store.rotary_table): store.rotary_table
+        for store in stores
+        if isinstance(store, QuantizedStore) and store.rotary_table is not None
+    }
+    tables += sum(table.nbytes for table in angles.values())
     dense = sum(layer.bytes.dense for layer in layers) + sum(cell.nbytes for cell in cells.values())
     counts: Counter[str] = Counter()
     for counter in {

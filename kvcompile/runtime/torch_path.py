@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcompile.codegen.formats import TILE, Format, PartShape, Role
+from kvcompile.codegen.formats import TILE, Role
 from kvcompile.codegen.state import (
     BATCH,
     EXACT_PAGES,
     PAGES,
     QUANTIZED,
     RING_FROM,
+    ROTARY,
     STARTS,
 )
 from kvcompile.reference.attention import attention
@@ -48,6 +49,31 @@ class _Run:
 
 
 @dataclass(frozen=True)
+class _Part:
+    """One part of the records of a page.
+
+    Attributes:
+        layout: Layout of the records.
+        role: Which part.
+        stored: uint8[K, part].
+        rotary_table: The angles that K turns by, if its turning mean is kept.
+    """
+
+    layout: RecordLayout
+    role: Role
+    stored: torch.Tensor
+    rotary_table: torch.Tensor | None
+
+    def read(self) -> torch.Tensor:
+        """Return the page as [K, P, D]."""
+        return self.layout.decode(self.role, self.stored, self.rotary_table)
+
+    def write(self, dense: torch.Tensor) -> None:
+        """Store the page [K, P, D]."""
+        self.stored.copy_(self.layout.encode(self.role, dense, self.rotary_table))
+
+
+@dataclass(frozen=True)
 class _Pages:
     """The pages of a store, found through its state tensor.
 
@@ -55,11 +81,13 @@ class _Pages:
         words: The words of the state.
         layout: Layout of the records.
         num_kv_heads: Records per page.
+        rotary_table: The angles that K turns by, if its turning mean is kept.
     """
 
     words: list[int]
     layout: RecordLayout
     num_kv_heads: int
+    rotary_table: torch.Tensor | None
 
     @property
     def batch(self) -> int:
@@ -73,8 +101,8 @@ class _Pages:
         """Return the pages that an append has to quantize: those from the ring's begin on."""
         return range(self._count(RING_FROM, row), self._count(QUANTIZED, row))
 
-    def part(self, row: int, run: _Run, role: Role) -> tuple[Format, PartShape, torch.Tensor]:
-        """Return format, shape and bytes uint8[K, part] of one part of the records of a page."""
+    def part(self, row: int, run: _Run, role: Role) -> _Part:
+        """Return one part of the records of a page."""
         layout = self.layout.exact if run.exact else self.layout
         words = EXACT_PAGES if run.exact else PAGES
         entry = self.words[words.block_table] + 4 * (row * self.words[words.row_stride] + run.page)
@@ -87,7 +115,7 @@ class _Pages:
         records = torch.frombuffer(buffer, dtype=torch.uint8).view(self.num_kv_heads, -1)
         offset = layout.v_offset
         part = records[:, :offset] if role == "k" else records[:, offset:]
-        return layout.format(role), layout.part(role), part
+        return _Part(layout, role, part, self.rotary_table)
 
     def runs(self, row: int, first: int, end: int) -> Iterator[_Run]:
         """Split the tokens first..end-1 of a row by pages."""
@@ -122,7 +150,13 @@ class _Pages:
 
 
 def _pages(store: Store) -> _Pages:
-    return _Pages(store.state.tolist(), store.layout, store.num_kv_heads)
+    words, layout = store.state.tolist(), store.layout
+    table = None
+    if layout.rotary is not None:
+        count = layout.rotary.table_words(layout.page_size)
+        buffer = (ctypes.c_float * count).from_address(words[ROTARY])
+        table = torch.frombuffer(buffer, dtype=torch.float32)
+    return _Pages(words, layout, store.num_kv_heads, table)
 
 
 def append(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
@@ -138,11 +172,11 @@ def append(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_le
             for run in pages.runs(row, past_len, end):
                 if store.layout.window is not None and not run.exact:
                     continue
-                format_, shape, part = pages.part(row, run, role)
-                dense = format_.decode(shape, part).clone()
+                part = pages.part(row, run, role)
+                dense = part.read().clone()
                 first = run.token - past_len
                 dense[:, run.slot : run.slot + run.count] = given[row, :, first : first + run.count]
-                part.copy_(format_.encode(shape, dense))
+                part.write(dense)
         if store.layout.window is not None:
             _quantize(pages, row, {"k": k, "v": v}, past_len)
 
@@ -162,15 +196,15 @@ def _quantize(pages: _Pages, row: int, new: dict[Role, torch.Tensor | None], pas
             for index in range(first, first + old, TILE):
                 entry = window.sink_pages + (index - ring_begin) // TILE
                 count = min(TILE, first + old - index)
-                format_, shape, part = pages.part(row, _Run(True, entry, 0, 0, count), role)
-                parts.append(format_.decode(shape, part)[:, :count])
+                parts.append(
+                    pages.part(row, _Run(True, entry, 0, 0, count), role).read()[:, :count]
+                )
             if old < size:
                 assert given is not None
                 begin = first + old + pages.start(row) - past_len
                 parts.append(given[row, :, begin : begin + size - old])
-            format_, shape, part = pages.part(row, _Run(False, page, 0, 0, size), role)
             dense = torch.cat([p.to(torch.float32) for p in parts], dim=1)
-            part.copy_(format_.encode(shape, dense))
+            pages.part(row, _Run(False, page, 0, 0, size), role).write(dense)
 
 
 def gather(
@@ -182,8 +216,7 @@ def gather(
     dense = torch.zeros(sizes, dtype=dtype or store.dtype)
     for row in range(pages.batch):
         for run in pages.runs(row, start, stop):
-            format_, shape, part = pages.part(row, run, role)
-            stored = format_.decode(shape, part)[:, run.slot : run.slot + run.count]
+            stored = pages.part(row, run, role).read()[:, run.slot : run.slot + run.count]
             first = run.token - start
             dense[row, :, first : first + run.count] = stored
     return dense

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    from torch import fx
 
     from kvcompile.codegen.layout import RecordLayout
     from kvcompile.codegen.spec import Compute
@@ -22,6 +23,8 @@ class StreamPlan:
         num_kv_heads: Records per page.
         layout: Formats, head dims and page size: the bytes of one record.
         compute: How attention multiplies quantized K and V; None if both are exact.
+        frequencies: The input that holds the rotary frequencies, if the layout keeps the turning
+            mean of K.
     """
 
     site: int
@@ -29,6 +32,7 @@ class StreamPlan:
     num_kv_heads: int
     layout: RecordLayout
     compute: Compute | None = None
+    frequencies: fx.Node | None = None
 
     @property
     def page_bytes(self) -> int:

@@ -44,6 +44,8 @@ class StateBinding:
         token_dim: Dimension of keys and values that grows.
         capacity: Where to read the tokens of a static buffer, or None if the state grows.
         batch: Where to read the number of sequences.
+        frequencies: Position of the rotary frequencies among the captured graph's inputs, if the
+            turning mean of the keys is kept.
     """
 
     site: int
@@ -54,6 +56,7 @@ class StateBinding:
     token_dim: int
     capacity: SizeSource | None
     batch: SizeSource
+    frequencies: int | None = None
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel, Qwen2ForCausalLM, StaticCache
 
 import kvcompile
 from kvcompile.codegen.cpu.isa import detect_isa, has_integer_dot
+from kvcompile.codegen.rotary import Rotary, rotary_table
 from kvcompile.reports import collect
 from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.quantized_store import QuantizedStore
@@ -236,7 +238,11 @@ def test_a_model_with_biases_on_k() -> None:
     for build in (tiny_models.tiny_qwen2, tiny_models.tiny_gpt2):
         model = build()
         ids = prompt(150)
-        oracle = EmulatedCache(model.config, layout_of(model.config, "int8", "int8"))
+        layout, angles = layout_of(model.config, "int8", "int8"), None
+        if isinstance(model, Qwen2ForCausalLM):
+            layout = replace(layout, rotary=Rotary(layout.head_dim_qk))
+            angles = rotary_table(model.model.rotary_emb.inv_freq, layout.page_size)
+        oracle = EmulatedCache(model.config, layout, rotary_table=angles)
         expected = generated(model, model, ids, 60, past_key_values=oracle)
         run = compiled(model, **options("int8", "int8"))
         found = generated(model, run, ids, 60)

@@ -15,9 +15,11 @@ from kvcompile.codegen.cpu.compile import load
 from kvcompile.codegen.cpu.isa import available_isas
 from kvcompile.codegen.formats import Role
 from kvcompile.codegen.layout import RecordLayout, Window
+from kvcompile.codegen.rotary import Rotary
 from kvcompile.codegen.spec import DTypeName, IsaName, KernelSpec, Op
 from tests.support.numerics import DTYPES
 from tests.support.quantized_pages import QuantizedPages
+from tests.support.rotary import angles, turning
 
 pytestmark = pytest.mark.compiler
 
@@ -38,6 +40,7 @@ class Case:
     group_size: int = 64
     sinks: int = 4
     residual: int = 24
+    rotary: Rotary | None = None
 
     def __str__(self) -> str:
         return self.spec("portable", "append").symbol.removeprefix("append_portable_")
@@ -55,6 +58,7 @@ class Case:
             page_size=self.page_size,
             q_group_size=self.group_size,
             num_sink_tokens=self.sinks,
+            rotary=self.rotary,
         )
 
     @property
@@ -66,7 +70,7 @@ class Case:
         """Return the layout of its records."""
         window = Window(self.dtype, self.sinks, self.residual)
         sizes = (*self.dims, self.page_size, self.group_size)
-        return RecordLayout(self.k, self.v, *sizes, window)
+        return RecordLayout(self.k, self.v, *sizes, window, self.rotary)
 
     def store(self, starts: tuple[int, ...], tokens: int, seed: int = 0) -> QuantizedPages:
         """Return a store of poison."""
@@ -77,6 +81,7 @@ class Case:
             tokens=tokens,
             starts=starts,
             seed=seed,
+            rotary_table=angles(self.rotary, self.page_size),
         )
 
     def new_tokens(self, batch: int, tokens: int) -> list[torch.Tensor]:
@@ -93,6 +98,8 @@ class Case:
             x[:, :, 5::7] = x[:, :, 5::7].round()
             x[:, :, 6::7] = -0.0
             x[2:] = x[2:].relu() * SMALL[self.dtype]
+            if dim == self.dims[0] and self.rotary is not None:
+                x[:2] += 200 * turning(self.rotary, tokens, dim)
             out.append(x.to(self.torch_dtype))
         return out
 
@@ -113,6 +120,10 @@ CASES = [
     Case(k="int8", v="fp8", dtype="fp16", dims=(64, 144), group_size=128, page_size=16),
     Case(k="fp32", v="int3", dims=(8, 128), page_size=64, residual=1),
     Case(k="int3", v="int1", dtype="fp32", dims=(64, 57), group_size=48),
+    Case(k="int4", v="int4", page_size=64, rotary=Rotary(64)),
+    Case(k="int8", v="int4", dtype="fp16", dims=(80, 20), rotary=Rotary(32, interleaved=True)),
+    Case(k="fp8", v="int2", dtype="fp32", dims=(20, 24), rotary=Rotary(6)),
+    Case(k="int1", v="bf16", dims=(128, 24), page_size=128, rotary=Rotary(128)),
 ]
 STARTS = (0, 3, 37)
 

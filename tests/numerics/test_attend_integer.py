@@ -16,6 +16,7 @@ import torch
 from kvcompile.codegen.cpu.compile import Kernel, load, load_source
 from kvcompile.codegen.cpu.isa import has_integer_dot
 from kvcompile.codegen.registry import generate
+from kvcompile.codegen.rotary import Rotary
 from kvcompile.codegen.source import KernelSource
 from kvcompile.codegen.spec import KernelSpec
 from tests.support.integer_bound import IntegerAttention, levels
@@ -80,6 +81,15 @@ CASES = [
         group=13,
         compute="int8",
     ),
+    QuantizedCase(
+        dtype="fp32",
+        dims=(64, 64),
+        group=7,
+        mask="additive",
+        mask_dtype="fp32",
+        compute="int8",
+        rotary=Rotary(64),
+    ),
 ]
 """Every format as K and as V; blocks of one to six rows; odd numbers of vectors everywhere."""
 
@@ -118,7 +128,8 @@ class Attention:
             x[0, :, first : first + count].unflatten(1, (pages, case.page_size))
             for x in (self.k, self.v)
         )
-        records = layout.pack(k, v)
+        table = given.store.rotary_table
+        records = layout.pack(k, v, table)
         exact = [*range(min(first, given.kv_len)), *range(first + count, given.kv_len)]
         order = [*range(first, first + count), *exact]
         exact_k = given.store.stored("k", given.kv_len)[0, :, exact]
@@ -127,7 +138,7 @@ class Attention:
         bias = given.bias().expand(1, self.q.shape[1], -1, -1)[0, ..., order] / math.log(2)
         return IntegerAttention(
             q=self._rows(self.q[0].float() * factor),
-            k=levels(layout, "k", records),
+            k=levels(layout, "k", records, table),
             v=levels(layout, "v", records),
             bias=self._rows(bias),
             page_size=case.page_size,

@@ -11,6 +11,7 @@ import torch
 from kvcompile.codegen.cpu.compile import Kernel, load, load_source
 from kvcompile.codegen.cpu.isa import available_isas, detect_isa
 from kvcompile.codegen.registry import generate
+from kvcompile.codegen.rotary import Rotary
 from kvcompile.codegen.source import KernelSource
 from kvcompile.codegen.spec import IsaName, KernelSpec
 from tests.support.numerics import DTYPES, OUTPUT_UNIT, Problem, run_attend
@@ -35,6 +36,8 @@ ADDITIVE = QuantizedCase(
     q_group_size=16,
     page_size=16,
 )
+
+TURNING = QuantizedCase(dims=(128, 128), group=7, rotary=Rotary(128))
 
 CASES = [
     PLAIN,
@@ -75,6 +78,18 @@ CASES = [
     QuantizedCase(
         k_format="int8", dims=(24, 24), group=1, page_size=16, sinks=0, mask="causal", queries="few"
     ),
+    TURNING,
+    QuantizedCase(
+        dtype="fp32",
+        k_format="fp8",
+        v_format="int8",
+        dims=(80, 24),
+        group=2,
+        page_size=32,
+        queries="few",
+        rotary=Rotary(32, interleaved=True),
+    ),
+    QuantizedCase(k_format="int2", v_format="fp16", dtype="fp16", dims=(24, 24), rotary=Rotary(6)),
 ]
 """Every format as K and as V, and no two neighbours with the same numbers."""
 
@@ -304,6 +319,29 @@ def test_the_check_notices(name: str | None) -> None:
         return
     with pytest.raises(AssertionError, match=r"bound|NaN"):
         _check_both(kernel, given, hidden)
+
+
+MEAN_MUTATIONS = {
+    "mean forgotten": (
+        "quantized::panel_mean_scores(call.store.rotary, chunk, count, work.q, work.s);",
+        "",
+    ),
+    "turns the other way": ("b * mean.first - a * mean.second", "a * mean.second - b * mean.first"),
+    "angles of another pair": ("cos[n] = angles(rotary, mean.pair)", "cos[n] = angles(rotary, n)"),
+    "sines of another token": ("load(cos[n] + 64 + t)", "load(cos[n] + 64)"),
+    "second channel is the next": ("return pair + 64;", "return pair + 1;"),
+}
+
+
+@pytest.mark.parametrize("name", MEAN_MUTATIONS)
+def test_the_check_notices_a_wrong_mean(name: str) -> None:
+    source = generate(TURNING.spec(detect_isa(), "attend"))
+    text, mutated = MEAN_MUTATIONS[name]
+    assert text in source.text
+    kernel = load_source(KernelSource(source.spec, source.text.replace(text, mutated)))
+    given = problem(TURNING, 300)
+    with pytest.raises(AssertionError, match=r"bound|NaN"):
+        given.check(run_attend(kernel, given))
 
 
 def _check_both(kernel: Kernel[KernelSpec], *problems: Problem) -> None:

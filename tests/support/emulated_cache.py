@@ -18,9 +18,16 @@ class EmulatedCache(DynamicCache):
     a prompt, which sees the tokens before it as they were.
     """
 
-    def __init__(self, config: Any, layout: RecordLayout, starts: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        layout: RecordLayout,
+        starts: list[int] | None = None,
+        rotary_table: torch.Tensor | None = None,
+    ) -> None:
         super().__init__(config=config)
         self.layout = layout
+        self.rotary_table = rotary_table
         self.starts = starts
 
     def update(
@@ -47,7 +54,8 @@ class EmulatedCache(DynamicCache):
             for page in range(window.full_pages(stored - start, size)):
                 first = start + window.num_sink_tokens + page * size
                 part = (row, slice(None), slice(first, first + size))
-                k[part], v[part] = self.layout.unpack(self.layout.pack(k[part], v[part]))
+                record = self.layout.pack(k[part], v[part], self.rotary_table)
+                k[part], v[part] = self.layout.unpack(record, self.rotary_table)
         return k, v
 
 

@@ -20,6 +20,8 @@ from kvcompile.codegen.formats import Role
 from kvcompile.codegen.formats.grouped import pack_scales, unpack_scales
 from kvcompile.codegen.formats.integer import IntegerFormat
 from kvcompile.codegen.layout import RecordLayout
+from kvcompile.codegen.rotary import MEANS, turning_mean
+from tests.support.rotary import mean_sizes
 
 UNIT = 2.0**-24
 SMALLEST = 2.0**-110
@@ -28,27 +30,36 @@ SMALLEST = 2.0**-110
 
 @dataclass(frozen=True)
 class Levels:
-    """K or V of quantized tokens, scale * codes + minimum, all float64 [..., T, D].
+    """K or V of quantized tokens, scale * codes + minimum + mean, all float64 [..., T, D].
 
     Attributes:
         codes: Integers from 0 to 2^bits - 1.
         scale: The scale of each element.
         minimum: The minimum of each element.
+        mean: The turning mean of K; zeros if there is none.
+        mean_size: |first| + |second| of the mean at each element.
         bits: Bits of a code.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
     minimum: torch.Tensor
+    mean: torch.Tensor
+    mean_size: torch.Tensor
     bits: int
 
     @property
     def values(self) -> torch.Tensor:
         """What the codes stand for."""
-        return self.scale * self.codes + self.minimum
+        return self.scale * self.codes + self.minimum + self.mean
 
 
-def levels(layout: RecordLayout, role: Role, records: torch.Tensor) -> Levels:
+def levels(
+    layout: RecordLayout,
+    role: Role,
+    records: torch.Tensor,
+    rotary_table: torch.Tensor | None = None,
+) -> Levels:
     """Return one part of records uint8[..., N, record_bytes] as the levels of N * P tokens."""
     format_, shape = layout.format(role), layout.part(role)
     assert isinstance(format_, IntegerFormat)
@@ -72,8 +83,15 @@ def levels(layout: RecordLayout, role: Role, records: torch.Tensor) -> Levels:
             dim=-1,
         )
 
-    codes, scale, minimum = (x.double().flatten(-3, -2) for x in (codes, spread(0), spread(1)))
-    return Levels(codes, scale, minimum, format_.bits)
+    mean, mean_size = torch.zeros_like(codes), torch.zeros_like(codes)
+    if role == "k" and layout.rotary is not None:
+        assert rotary_table is not None
+        packed = stored[..., layout.mean_offset :]
+        mean = turning_mean(layout.rotary, rotary_table, packed, codes.shape[-2:])
+        mean_size = mean_sizes(layout, records)
+    tensors = (codes, spread(0), spread(1), mean, mean_size)
+    codes, scale, minimum, mean, mean_size = (x.double().flatten(-3, -2) for x in tensors)
+    return Levels(codes, scale, minimum, mean, mean_size, format_.bits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,12 +176,17 @@ class IntegerAttention:
 
         The rest is fp32: the roundings of q' and of products, and sums in 16 lanes, all of terms
         of at most |q| (2 scale * (code + centre) + |minimum|). Exact tokens: see `Problem.bound`.
+        With a turning mean, |q| times its size is rounded three times, and all is added up by two
+        more sums per mean.
         """
         q, k = self.q.double(), self._pages()
         centre = (2**k.bits - 1) / 2
         folded = (q.unsqueeze(-3) * k.scale[..., :1, :]).abs()
         size = 2 * folded @ (k.codes + centre).mT + q.abs().unsqueeze(-3) @ k.minimum.abs().mT
         error = UNIT * (q.shape[-1] / 16 + 16) * size
+        if bool(k.mean_size.any()):
+            size = size + q.abs().unsqueeze(-3) @ k.mean_size.mT
+            error = error + UNIT * (2 * MEANS + 3) * size
         if not rounded:
             most = folded.amax(-1, keepdim=True)
             delta = most / 127
@@ -213,14 +236,15 @@ class IntegerAttention:
         centre = (2**k.bits - 1) / 2
         products = (most.double() / 127 * q8) @ (k.codes - centre).mT
         middle = k.minimum + centre * k.scale
-        return self._rows(products + self.q.double().unsqueeze(-3) @ middle.mT)
+        return self._rows(products + self.q.double().unsqueeze(-3) @ (middle + k.mean).mT)
 
     def _pages(self) -> Levels:
         """Return K as [..., N, P, D]."""
         pages = (self.k.codes.shape[-2] // self.page_size, self.page_size)
-        dense = (self.k.codes, self.k.scale, self.k.minimum)
-        codes, scale, minimum = (x.unflatten(-2, pages) for x in dense)
-        return Levels(codes, scale, minimum, self.k.bits)
+        k = self.k
+        dense = (k.codes, k.scale, k.minimum, k.mean, k.mean_size)
+        codes, scale, minimum, mean, mean_size = (x.unflatten(-2, pages) for x in dense)
+        return Levels(codes, scale, minimum, mean, mean_size, k.bits)
 
     @staticmethod
     def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvcompile.codegen.layout import RecordLayout, Window
+from kvcompile.codegen.rotary import Rotary
 from kvcompile.codegen.spec import Compute, IsaName, KernelSpec, Op
 from tests.support.numerics import Case, Problem
 from tests.support.quantized_store import QuantizedFakeStore
+from tests.support.rotary import angles, turning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,7 @@ class QuantizedCase(Case):
     q_group_size: int = 64
     sinks: int = 4
     compute: Compute = "fp32"
+    rotary: Rotary | None = None
 
     def __str__(self) -> str:
         return super().__str__()
@@ -36,6 +39,7 @@ class QuantizedCase(Case):
             q_group_size=self.q_group_size,
             num_sink_tokens=self.sinks,
             compute=self.compute if op == "attend" else None,
+            rotary=self.rotary,
         )
 
     def layout(self, residual: int = 0) -> RecordLayout:
@@ -47,6 +51,7 @@ class QuantizedCase(Case):
             self.page_size,
             self.q_group_size,
             Window(self.dtype, self.sinks, residual),
+            self.rotary,
         )
 
     def quantized_store(
@@ -83,7 +88,15 @@ class QuantizedCase(Case):
             ring_from=[max(0, pages - pending) for pages in full],
             seed=seed,
             first_byte=first_byte,
+            rotary_table=angles(self.rotary, self.page_size),
         )
+
+    def new_tokens(self, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return random k and v [B, K, T, D]; k has a bias that turns if it rotates."""
+        k, v = super().new_tokens(batch, tokens)
+        if self.rotary is not None:
+            k = (k + 20 * turning(self.rotary, tokens, self.dims[0])).to(k.dtype)
+        return k, v
 
     def problem(
         self,

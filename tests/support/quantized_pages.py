@@ -70,6 +70,7 @@ class QuantizedPages:
         starts: Left-padding tokens per row, int32[B].
         quantized: Quantized pages per row, int32[B].
         ring_from: The page whose first token has the ring's first slot, int32[B].
+        rotary_table: The angles that K turns by, if its turning mean is kept.
         state: int64[16], what kernels read.
     """
 
@@ -82,6 +83,7 @@ class QuantizedPages:
         tokens: int,
         starts: Sequence[int] = (0,),
         seed: int = 0,
+        rotary_table: torch.Tensor | None = None,
     ) -> None:
         """Make an empty store; `tokens` must fit into a row."""
         assert layout.window is not None
@@ -99,8 +101,14 @@ class QuantizedPages:
         self.exact = PagePool(layout.exact, num_kv_heads, self.batch, columns, seed + 1)
         slabs, blocks, stride, shift, page_bytes = self.pages.words
         first = [slabs, blocks, stride, self.starts.data_ptr(), shift, page_bytes, self.batch, 0]
-        last = [self.quantized.data_ptr(), self.ring_from.data_ptr(), 0]
+        self.rotary_table = rotary_table
+        angles = 0 if rotary_table is None else rotary_table.data_ptr()
+        last = [self.quantized.data_ptr(), self.ring_from.data_ptr(), angles]
         self.state = torch.tensor([*first, *self.exact.words, *last])
+
+    def record(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return the records of a page of k, v [K, P, D]."""
+        return self.layout.pack(k, v, self.rotary_table)
 
     def stored(self, row: int, length: int) -> int:
         """Return how many of `length` logical tokens a row stores."""
@@ -164,7 +172,7 @@ class QuantizedPages:
             for page in range(int(self.quantized[row])):
                 first = start + self.window.num_sink_tokens + page * size
                 tokens = slice(first, first + size)
-                record = self.layout.pack(k[row, :, tokens], v[row, :, tokens])
+                record = self.record(k[row, :, tokens], v[row, :, tokens])
                 pages[self.pages.table[row, page]] = record
             slots: dict[int, list[tuple[int, int]]] = {}
             for token in self.exact_tokens(row, length):
@@ -195,8 +203,9 @@ class QuantizedPages:
             for page in range(int(self.quantized[row])):
                 first = start + self.window.num_sink_tokens + page * size
                 tokens = slice(first, first + size)
-                record = self.layout.pack(k[row, :, tokens], v[row, :, tokens])
-                for x, dense in zip(back, self.layout.unpack(record), strict=True):
+                record = self.record(k[row, :, tokens], v[row, :, tokens])
+                decoded = self.layout.unpack(record, self.rotary_table)
+                for x, dense in zip(back, decoded, strict=True):
                     x[row, :, tokens] = dense.to(x.dtype)
         return back
 

@@ -10,8 +10,10 @@ import torch
 
 from kvcompile.codegen.formats import TILE, Role
 from kvcompile.codegen.layout import RecordLayout
+from kvcompile.codegen.rotary import MEANS
 from kvcompile.codegen.spec import Compute
 from tests.support.fake_store import POISON
+from tests.support.rotary import mean_sizes
 
 SLAB_SHIFT = 2
 
@@ -55,6 +57,9 @@ class QuantizedFakeStore:
     extra_roundings = 3
     """A scale is multiplied in, a minimum added, and the dense element is their rounded sum."""
 
+    MEAN_ROUNDINGS = 2 * MEANS + 3
+    """A query times a mean is rounded three times, and added with a cosine and a sine per mean."""
+
     def __init__(
         self,
         layout: RecordLayout,
@@ -66,6 +71,7 @@ class QuantizedFakeStore:
         ring_from: Sequence[int] | None = None,
         seed: int = 0,
         first_byte: int = 0,
+        rotary_table: torch.Tensor | None = None,
     ) -> None:
         """Store k, v [B, K, T, D].
 
@@ -80,9 +86,13 @@ class QuantizedFakeStore:
                 default the ring begins behind the quantized pages.
             seed: Decides where the pages lie.
             first_byte: How many bytes of each kind of pages come before those of this store.
+            rotary_table: The angles that K turns by, if its turning mean is kept.
         """
         assert layout.window is not None
         self.layout = layout
+        self.rotary_table = rotary_table
+        if rotary_table is not None:
+            self.extra_roundings += self.MEAN_ROUNDINGS
         self.num_kv_heads = k.shape[1]
         self.dtype = k.dtype
         self.batch = len(starts)
@@ -108,7 +118,8 @@ class QuantizedFakeStore:
             assert first_exact <= max(tokens - start, sinks), "quantized tokens must exist"
             for page in range(quantized[b]):
                 first = start + sinks + page * size
-                record = layout.pack(*(x[b, :, first : first + size] for x in (k, v)))
+                page_k, page_v = (x[b, :, first : first + size] for x in (k, v))
+                record = layout.pack(page_k, page_v, rotary_table)
                 self.block_table[b, page] = pages.place(record)
                 self._note(b, first, layout, record)
             shift = layout.window.sink_pages - int(self.ring_from[b]) * size // TILE
@@ -135,6 +146,7 @@ class QuantizedFakeStore:
             6: self.batch,
             13: self.quantized.data_ptr(),
             14: self.ring_from.data_ptr(),
+            15: 0 if rotary_table is None else rotary_table.data_ptr(),
         }
         for place, word in words.items():
             self.state[place] = word
@@ -160,15 +172,19 @@ class QuantizedFakeStore:
         count: int | None = None,
     ) -> None:
         """Remember what a record says of the tokens from `first` on."""
-        decoded = layout.unpack(record)
-        lowest = layout.unpack(_without_codes(layout, record))
+        decoded = layout.unpack(record, self.rotary_table)
+        lowest = layout.unpack(_without_codes(layout, record), self.rotary_table)
+        means = mean_sizes(layout, record)
         for (role, x), minimum in zip(self._roles(*decoded), lowest, strict=True):
             kept = x[:, :count].float()
             end = first + kept.shape[1]
             self._dense[role][row, :, first:end] = kept
             if layout.format(role).is_grouped:
                 minimum = minimum[:, :count]
-                self._terms[role][row, :, first:end] = (kept - minimum).abs() + minimum.abs()
+                size = (kept - minimum).abs() + minimum.abs()
+                if role == "k" and layout.rotary is not None:
+                    size = size + 2 * means[:, :count]
+                self._terms[role][row, :, first:end] = size
             else:
                 self._terms[role][row, :, first:end] = kept.abs()
 

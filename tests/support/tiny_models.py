@@ -69,8 +69,16 @@ def tiny_llama(
     return _ready(LlamaForCausalLM(config), dtype)
 
 
-def tiny_qwen2(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> Qwen2ForCausalLM:
-    """Return a Qwen2: like Llama, with biases on the projections of q, k and v."""
+def tiny_qwen2(
+    *, dtype: torch.dtype = torch.float32, seed: int = 0, k_bias: float = 1.0
+) -> Qwen2ForCausalLM:
+    """Return a Qwen2: like Llama, with biases on the projections of q, k and v.
+
+    Args:
+        dtype: Dtype of the weights.
+        seed: Of the random weights.
+        k_bias: Standard deviation of the biases of k.
+    """
     config = Qwen2Config(
         hidden_size=64,
         intermediate_size=96,
@@ -88,7 +96,7 @@ def tiny_qwen2(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> Qwen2For
     model = Qwen2ForCausalLM(config)
     for name, parameter in model.named_parameters():
         if name.endswith("_proj.bias"):
-            nn.init.normal_(parameter, std=1.0)
+            nn.init.normal_(parameter, std=k_bias if "k_proj" in name else 1.0)
     return _ready(model, dtype)
 
 

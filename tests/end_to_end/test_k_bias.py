@@ -1,0 +1,133 @@
+"""Keys with a bias, which rotary embedding turns: kept apart from what is quantized."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, Qwen2ForCausalLM
+
+import kvcompile
+from kvcompile.reports import collect
+from kvcompile.runtime.quantized_store import QuantizedStore
+from kvcompile.runtime.report import handles_in
+from tests.support.compiled import compiled
+from tests.support.tiny_models import prompt, tiny_llama, tiny_nanogpt, tiny_qwen2
+
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("fresh_dynamo")]
+
+TOKENS = 400
+
+
+def logits(model: Any, run: Any, chunk: int = 1) -> tuple[torch.Tensor, DynamicCache]:
+    """Return log-probabilities after a prompt, chunk by chunk, and the cache."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        run(prompt(TOKENS), past_key_values=cache)
+        more = prompt(40, seed=1).split(chunk, 1)
+        found = [run(part, past_key_values=cache).logits for part in more]
+    return torch.cat(found, 1).log_softmax(-1), cache
+
+
+def divergence(exact: torch.Tensor, other: torch.Tensor) -> float:
+    return float((exact.exp() * (exact - other)).sum(-1).mean())
+
+
+def stores(cache: DynamicCache) -> list[QuantizedStore]:
+    found = {id(handle.store): handle.store for handle in handles_in(cache)}
+    assert all(isinstance(store, QuantizedStore) for store in found.values())
+    return [store for store in found.values() if isinstance(store, QuantizedStore)]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "fp8"])
+def test_a_large_bias_does_not_matter(dtype: str) -> None:
+    """Kept apart, it leaves about the error of a small one; quantized with K, many times that."""
+    found = {}
+    for bias, separate in ((0.1, True), (40.0, True), (40.0, False)):
+        model = tiny_qwen2(k_bias=bias)
+        exact, _ = logits(model, model)
+        run = compiled(model, kv_cache_dtype=dtype, separate_k_bias=separate)
+        other, cache = logits(model, run)
+        assert not kvcompile.memory_report(cache).materializations
+        assert {store.layout.rotary is not None for store in stores(cache)} == {separate}
+        found[bias, separate] = divergence(exact, other)
+    assert found[40.0, True] < 4 * found[0.1, True]
+    assert found[40.0, False] > 5 * found[40.0, True]
+
+
+def test_steps_and_chunks_and_copies_agree() -> None:
+    model = tiny_qwen2(k_bias=12.0)
+    run = compiled(model, kv_cache_dtype="int4", compute_dtype="fp32")
+    one, cache = logits(model, run)
+    four, _ = logits(model, run, chunk=4)
+    assert (one - four).abs().max() < 1e-3
+    table = {id(store.rotary_table) for store in stores(cache)}
+    assert len(table) == 1, "the layers share their angles"
+    copied = copy.deepcopy(cache)
+    token = prompt(1, seed=2)
+    with torch.no_grad():
+        first = run(token, past_key_values=cache).logits
+        assert torch.equal(run(token, past_key_values=copied).logits, first)
+
+
+def test_a_cut_inside_a_page_decodes_the_bias_too() -> None:
+    model = tiny_qwen2(k_bias=12.0)
+    run = compiled(model, kv_cache_dtype="int8")
+    cache, short = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    ids, more = prompt(300), prompt(10, seed=3)
+    with torch.no_grad():
+        run(ids, past_key_values=cache)
+        cache.crop(-189)
+        found = run(more, past_key_values=cache).logits.log_softmax(-1)
+        run(ids[:, :111], past_key_values=short)
+        expected = run(more, past_key_values=short).logits.log_softmax(-1)
+    assert 0 < divergence(expected, found) < 0.01
+
+
+def test_explain_says_what_was_done() -> None:
+    said = {}
+    for name, model in (("qwen2", tiny_qwen2()), ("llama", tiny_llama()), ("own", tiny_nanogpt())):
+        run = compiled(model, kv_cache_dtype="int4")
+        with torch.no_grad(), collect() as graphs:
+            run(prompt(100))
+        remarks = [r.reason for r in graphs[-1].remarks if r.code == "KVC300"]
+        assert len(remarks) == 2
+        said[name] = remarks[0]
+    assert "K has a bias: its mean, which turns in 16 channels, is kept apart" in said["qwen2"]
+    assert "bias" not in said["llama"]
+    assert "no input holds rotary frequencies" in said["own"]
+
+
+def test_the_report_counts_the_angles_once() -> None:
+    model = tiny_qwen2()
+    tables = {}
+    for separate in (True, False):
+        run = compiled(model, kv_cache_dtype="int4", separate_k_bias=separate)
+        _, cache = logits(model, run)
+        tables[separate] = kvcompile.memory_report(cache).tables
+    angles = 8 * (2 * 64 + 1) * 4
+    assert tables[True] - tables[False] == angles
+
+
+def test_weights_and_angles_are_those_of_the_call() -> None:
+    """Two models of one architecture share a graph; each has its own frequencies."""
+    found = []
+    torch._dynamo.reset()
+    for theta in (10000.0, 100.0):
+        model: Qwen2ForCausalLM = tiny_qwen2(k_bias=12.0)
+        rotary: Any = model.model.rotary_emb
+        rotary.inv_freq.copy_(theta ** -(torch.arange(8) / 8))
+        exact, _ = logits(model, model)
+        run = torch.compile(
+            model,
+            backend="kvcompile",
+            options={"inner_backend": "eager", "kv_cache_dtype": "int4"},
+        )
+        other, cache = logits(model, run)
+        table = stores(cache)[0].rotary_table
+        assert table is not None
+        found.append(table)
+        assert divergence(exact, other) < 0.1
+    assert not torch.equal(found[0], found[1])

@@ -1,0 +1,52 @@
+"""Rotary embedding for tests: angles, and biases that turn by them."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompile.codegen.layout import RecordLayout
+from kvcompile.codegen.rotary import Rotary, rotary_table
+
+
+def frequencies(rotary: Rotary) -> torch.Tensor:
+    """Return radians per token, from 1 down, as models have them."""
+    return 10000.0 ** -(torch.arange(rotary.pairs) / rotary.pairs)
+
+
+def angles(rotary: Rotary | None, page_size: int) -> torch.Tensor | None:
+    """Return the table that kernels read, or None without rotary embedding."""
+    return None if rotary is None else rotary_table(frequencies(rotary), page_size)
+
+
+def turning(rotary: Rotary, tokens: int, head_dim: int, first: int = 7) -> torch.Tensor:
+    """Return a vector of length 1 in each of four pairs, turned by the position, [T, D]."""
+    turned = torch.zeros(tokens, head_dim, dtype=torch.float64)
+    speeds = frequencies(rotary).double()
+    position = torch.arange(first, first + tokens)
+    for pair in range(0, rotary.pairs, -(-rotary.pairs // 4)):
+        a, b = rotary.channels(torch.tensor(pair))
+        phase = speeds[pair] * position + pair
+        turned[:, a], turned[:, b] = phase.cos(), phase.sin()
+    return turned.float()
+
+
+def mean_sizes(layout: RecordLayout, records: torch.Tensor) -> torch.Tensor:
+    """Return |first| + |second| of the mean at each element of K that it is added to.
+
+    Args:
+        layout: Layout of the records.
+        records: uint8[..., record_bytes].
+
+    Returns:
+        [..., P, D], zeros where K has no mean.
+    """
+    sizes = torch.zeros(*records.shape[:-1], layout.page_size, layout.head_dim_qk)
+    if layout.rotary is None:
+        return sizes
+    stored = records[..., layout.mean_offset : layout.v_offset].contiguous().view(torch.int32)
+    words = stored.unflatten(-1, (-1, 2))[..., : layout.rotary.means, :]
+    size = (words & ~0xFFF).view(torch.float32).abs().sum(-1)
+    for channel in layout.rotary.channels((words[..., 0] & 0xFFF).long()):
+        index = channel[..., None, :].expand(*channel.shape[:-1], layout.page_size, -1)
+        sizes.scatter_(-1, index, size[..., None, :].expand(index.shape))
+    return sizes
