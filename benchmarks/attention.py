@@ -47,7 +47,7 @@ from benchmarks.attention_candidates import (
     wide_candidates,
 )
 from benchmarks.attention_results import Figures, Result, panel_of, plot, tables
-from benchmarks.stores import PagedFormat, Setting, Shape, new_dense, paged_format
+from benchmarks.stores import PagedFormat, Setting, Shape, new_dense, paged_format, with_mean
 from benchmarks.timing import busy_cores, conditions, describe, interleave
 from kvcompile.options import OptionError
 from kvcompile.runtime.arena import Arena
@@ -145,6 +145,11 @@ def new_parser() -> argparse.ArgumentParser:
         help="ways of multiplying quantized numbers, as far as a format has them",
     )
     parser.add_argument(
+        "--k-bias",
+        action="store_true",
+        help="also quantized K that keeps the mean of a turning bias apart",
+    )
+    parser.add_argument(
         "--dequantize",
         type=int,
         nargs="*",
@@ -184,6 +189,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[Setting, l
                 paged_format(request, setting.shape, setting.torch_dtype, args.computes)
                 for request in requests
             ]
+            if args.k_bias:
+                settings[setting] += [
+                    with_mean(paged)
+                    for paged in settings[setting]
+                    if paged.layout.format("k").is_grouped
+                ]
     except OptionError as error:
         parser.error(str(error))
     return args, settings

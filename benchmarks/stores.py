@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from benchmarks.arguments import DTYPES
 from kvcompile.backend import pass_options
 from kvcompile.codegen.formats.integer import IntegerFormat
 from kvcompile.codegen.layout import RecordLayout
+from kvcompile.codegen.rotary import Rotary, rotary_table
 from kvcompile.codegen.spec import Compute
 from kvcompile.format_requests import FormatRequest
 from kvcompile.options import OptionError, parse_options
@@ -150,6 +151,12 @@ def paged_format(
     return PagedFormat(request.label, layout, found)
 
 
+def with_mean(paged: PagedFormat) -> PagedFormat:
+    """Return a format of quantized keys as it is for a model whose keys have a bias."""
+    layout = replace(paged.layout, rotary=Rotary(paged.layout.head_dim_qk // 2 * 2))
+    return PagedFormat(f"{paged.label} of biased K", layout, paged.computes)
+
+
 @dataclass(frozen=True)
 class Dense:
     """Dense K and V of one layer, and a query.
@@ -205,7 +212,13 @@ def _filled(
     if exact is None:
         store = PagedStore(layout, heads, dtype, "cpu", arena, batch=batch)
     else:
-        store = QuantizedStore(layout, heads, dtype, "cpu", (arena, exact), batch=batch)
+        angles = None
+        if layout.rotary is not None:
+            pairs = layout.rotary.pairs
+            angles = rotary_table(10000.0 ** -(torch.arange(pairs) / pairs), layout.page_size)
+        store = QuantizedStore(
+            layout, heads, dtype, "cpu", (arena, exact), batch=batch, rotary_table=angles
+        )
     store.append(layer.k, layer.v, 0)
     store.commit(setting.context)
     return store
