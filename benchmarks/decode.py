@@ -54,7 +54,7 @@ def measure(
         console.print(f"{context:,} tokens, {candidate.name}: {candidate.missing or 'prompt'}")
         start(candidate, ids)
     console.print(f"{context:,} tokens: compiling, comparing logits")
-    check(candidates)
+    errors = check(candidates)
     console.print(f"{context:,} tokens: timing {args.steps} steps of each")
     steps = {c.name: c.decoder.step for c in candidates if c.decoder is not None}
     timings = interleave(steps, args.steps)
@@ -67,6 +67,7 @@ def measure(
             timings[c.name],
             kv_bytes(c.decoder.cache),
             c.decoder.prefill_seconds,
+            errors.get(c.name),
         )
         for c in candidates
     ]
@@ -105,7 +106,7 @@ def main(arguments: list[str]) -> None:
     requests = formats_of(parser, args, {"inner_backend": args.inner_backend})
     console, found = Console(highlight=False), conditions()
     if not console.is_terminal:
-        console.width = 140
+        console.width = 160
     console.print(describe(found), markup=False)
     dtype = DTYPES[args.dtype]
     model: PreTrainedModel = tiny_llama(dtype=dtype) if args.tiny else load_model(dtype)
@@ -114,11 +115,15 @@ def main(arguments: list[str]) -> None:
     rows: list[Row] = []
     with collect() as graphs:
         for context in args.contexts:
-            rows += measure(model, context, args, requests, console)
+            measured = measure(model, context, args, requests, console)
+            console.print(table(measured))
+            rows += measured
+            results["decode"] = [row.as_json() for row in rows]
+            results["passes_s"] = [graph.seconds for graph in graphs]
+            if args.json is not None:
+                # After each context: a long run that is stopped has not run for nothing.
+                write_json(args.json, {"machine": found, **results})
     if rows:
-        console.print(table(rows))
-        results["decode"] = [row.as_json() for row in rows]
-        results["passes_s"] = [graph.seconds for graph in graphs]
         passes = ", ".join(f"{graph.seconds:.2f}" for graph in graphs)
         console.print(f"seconds in the passes, per compiled graph: {passes}")
         if args.plot is not None:

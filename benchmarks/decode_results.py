@@ -23,6 +23,7 @@ class Row:
         timing: Single steps; None if it is not installed.
         kv_bytes: What its cache holds.
         prefill_seconds: Time of the prompt, compilation included.
+        error: How far its logits are from the first candidate's, by their spread; None for itself.
         missing: Why there are no figures.
     """
 
@@ -31,6 +32,7 @@ class Row:
     timing: Timing | None
     kv_bytes: int = 0
     prefill_seconds: float = 0.0
+    error: float | None = None
     missing: str = ""
 
     def as_json(self) -> dict[str, Any]:
@@ -41,6 +43,7 @@ class Row:
         return found | {
             "kv_bytes": self.kv_bytes,
             "prefill_s": self.prefill_seconds,
+            "error": self.error,
             **self.timing.as_json(),
         }
 
@@ -66,7 +69,7 @@ def table(rows: Sequence[Row]) -> Table:
     shown.add_column("candidate", no_wrap=True)
     baselines = [name for name in (EAGER, STATIC) if any(row.name == name for row in rows)]
     ratios = [f"over {name}" for name in baselines]
-    for column in ("p25 ms", "median ms", "tokens/s", *ratios, "KV MiB"):
+    for column in ("p25 ms", "median ms", "tokens/s", *ratios, "KV MiB", "logits off"):
         shown.add_column(column, justify="right")
     for number, row in enumerate(rows):
         if number and rows[number - 1].context != row.context:
@@ -83,6 +86,7 @@ def table(rows: Sequence[Row]) -> Table:
             f"{1 / row.timing.p25:.1f}",
             *("-" if gain is None else f"{gain:.2f}" for gain in gains),
             f"{row.kv_bytes / 2**20:.1f}",
+            "-" if row.error is None else f"{row.error:.3f}",
         )
     return shown
 
