@@ -149,7 +149,7 @@ def turning_mean(
     first, second = means[..., 0, None], means[..., 1, None]
     c, s = cos[pairs], sin[pairs]
     turned = (first * c - second * s, second * c + first * s)  # [..., N, P]
-    mean = torch.zeros(*packed.shape[:-1], head_dim, page_size)
+    mean = torch.zeros(*packed.shape[:-1], head_dim, page_size, dtype=torch.float32)
     for channels, part in zip(rotary.channels(pairs), turned, strict=True):
         mean.scatter_(-2, channels[..., None].expand_as(part), part)
     return mean.transpose(-1, -2)

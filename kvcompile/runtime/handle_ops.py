@@ -178,6 +178,7 @@ def _join_rows(handles: Sequence[Any]) -> Any:
         or store.capacity != first.capacity
         or (store.arena, store.layout, store.dtype, store.token_dim)
         != (first.arena, first.layout, first.dtype, first.token_dim)
+        or store.rotary_table is not first.rotary_table
         or handle.length != store.k_len
         or (store.k_len, store.v_len) != (first.k_len, first.v_len)
         for handle, store in zip(handles, stores, strict=True)

@@ -46,7 +46,6 @@ class QuantizedStore(PagedStore):
         quantized: int32[B], quantized pages of each row.
         ring_from: int32[B], the page whose first token begins the ring's first exact page. It is
             less than `quantized` between an append and its commit.
-        rotary_table: The angles that K turns by, if its turning mean is kept.
     """
 
     def __init__(  # noqa: PLR0913 - what a PagedStore takes, and the angles

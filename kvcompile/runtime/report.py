@@ -13,7 +13,6 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from kvcompile.runtime.handle import KVTensor
-from kvcompile.runtime.quantized_store import QuantizedStore
 from kvcompile.runtime.store import StoreBytes
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ def memory_report(cache: object) -> MemoryReport:
     angles = {
         id(store.rotary_table): store.rotary_table
         for store in stores
-        if isinstance(store, QuantizedStore) and store.rotary_table is not None
+        if store.rotary_table is not None
     }
     tables += sum(table.nbytes for table in angles.values())
     dense = sum(layer.bytes.dense for layer in layers) + sum(cell.nbytes for cell in cells.values())

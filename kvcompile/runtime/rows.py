@@ -51,7 +51,11 @@ class PageRows:
         capacity: The most tokens of a row, or None.
         state: int64[16], what kernels get.
         starts: int32[B], virtual left-padding tokens of each row.
+        rotary_table: The angles that K turns by, if its turning mean is kept; rows that are read
+            with other angles are not the same tokens.
     """
+
+    rotary_table: torch.Tensor | None = None
 
     def __init__(
         self, arena: Arena, page_size: int, batch: int, capacity: int | None, key: int

@@ -10,7 +10,11 @@ import torch
 from transformers import DynamicCache, Qwen2ForCausalLM
 
 import kvcompile
+from kvcompile.codegen.layout import RecordLayout, Window
+from kvcompile.codegen.rotary import Rotary, rotary_table
 from kvcompile.reports import collect
+from kvcompile.runtime.arena import Arena
+from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.quantized_store import QuantizedStore
 from kvcompile.runtime.report import handles_in
 from tests.support.compiled import compiled
@@ -131,3 +135,22 @@ def test_weights_and_angles_are_those_of_the_call() -> None:
         found.append(table)
         assert divergence(exact, other) < 0.1
     assert not torch.equal(found[0], found[1])
+
+
+def test_rows_that_turn_by_other_angles_are_not_joined_in_pages() -> None:
+    """Layers may rotate differently; their records look alike, and mean other keys."""
+    rotary = Rotary(64)
+    layout = RecordLayout("int8", "int8", 64, 64, 64, window=Window("fp32", 4, 64), rotary=rotary)
+    arenas = Arena(layout.page_bytes(2)), Arena(layout.exact.page_bytes(2))
+    tables = [rotary_table(theta ** -(torch.arange(32) / 32), 64) for theta in (1e4, 1e6)]
+    handles = []
+    for table in (tables[0], tables[1], tables[0]):
+        store = QuantizedStore(layout, 2, torch.float32, "cpu", arenas, batch=1, rotary_table=table)
+        store.append(torch.randn(1, 2, 400, 64), torch.randn(1, 2, 400, 64), 0)
+        store.commit(400)
+        handles.append(KVTensor.of(store, "k"))
+    dense = [handle + 0 for handle in handles]
+    for others, in_pages in (([0, 1], False), ([0, 2], True)):
+        joined = torch.cat([handles[i] for i in others], 0)
+        assert isinstance(joined, KVTensor) == in_pages
+        assert torch.equal(joined + 0, torch.cat([dense[i] for i in others], 0))

@@ -70,7 +70,11 @@ def tiny_llama(
 
 
 def tiny_qwen2(
-    *, dtype: torch.dtype = torch.float32, seed: int = 0, k_bias: float = 1.0
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    k_bias: float = 1.0,
+    head_dim: int = 16,
 ) -> Qwen2ForCausalLM:
     """Return a Qwen2: like Llama, with biases on the projections of q, k and v.
 
@@ -78,6 +82,7 @@ def tiny_qwen2(
         dtype: Dtype of the weights.
         seed: Of the random weights.
         k_bias: Standard deviation of the biases of k.
+        head_dim: Channels of a head.
     """
     config = Qwen2Config(
         hidden_size=64,
@@ -92,6 +97,7 @@ def tiny_qwen2(
         eos_token_id=None,
         pad_token_id=0,
     )
+    config.head_dim = head_dim  # which the class reads, and does not declare
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(config)
     for name, parameter in model.named_parameters():
