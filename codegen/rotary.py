@@ -2,9 +2,9 @@
 
 A projection with a bias adds the same vector to every key, and rotary embedding (RoFormer,
 https://arxiv.org/abs/2104.09864) turns it: each pair of channels by an angle per token that is its
-own. What turns fast widens the range of its channels by twice the length of the bias, in some
-models a hundred times the keys' own. What hardly moves within a page is taken in by the minimum of
-its channel, which is a bf16: rounding it widens the range by up to 1/128 of the bias.
+own. What turns fast widens the range of its channels by twice the length of the bias. What hardly
+moves within a page is taken in by the minimum of its channel, which is a bf16: rounding it widens
+the range by up to 1/128 of the bias.
 
 So the tokens of a page are turned back to its first token, pair by pair, and averaged; the means of
 the pairs whose ranges they widen most are kept in the record, and the mean, turned forth again, is
