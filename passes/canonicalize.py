@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
+import operator
 import threading
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -17,17 +20,47 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from kvcompile.passes.ir.stage import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvcompile.passes.base import PassOptions
     from kvcompile.passes.ir.program import Program
 
 aten = torch.ops.aten
+
+_UNTRACKED = object()
+
+_SEEN_BY_DYNAMO = (
+    aten.add,
+    aten.cat,
+    aten.div,
+    aten.expand,
+    aten.gelu,
+    aten.layer_norm,
+    aten.linear,
+    aten.matmul,
+    aten.mean,
+    aten.mul,
+    aten.neg,
+    aten.permute,
+    aten.pow,
+    aten.reshape,
+    aten.rsqrt,
+    aten.scaled_dot_product_attention,
+    aten.silu,
+    aten.slice,
+    aten.softmax,
+    aten.sub,
+    aten.transpose,
+    aten.unsqueeze,
+    aten.view,
+)
+"""Operators, common and never their own argument, whose results Dynamo knows: `_Retrace.record`."""
 
 IS_HANDLE = "kv_handle"
 """Metadata of an input: whether it was a handle when the graph was captured."""
@@ -54,9 +87,10 @@ class Canonicalize:
             fx_traceback.preserve_node_meta(),
             _without_tensor_meta(),
         ):
+            retrace = _Retrace(program.module)
             retraced = make_fx(
-                _Retrace(program.module).run,
-                decomposition_table={aten.linear.default: _linear},
+                retrace.run,
+                decomposition_table=retrace.shortcuts(),
                 pre_dispatch=True,
                 tracing_mode="symbolic",
                 _allow_non_fake_inputs=True,
@@ -95,29 +129,6 @@ def _without_tensor_meta() -> Iterator[None]:
         yield
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-    """Record `linear` as one node without running what it is composed of.
-
-    A third of a trace over symbolic sizes went into the views and the product underneath, which
-    the trace does not keep. Dynamo has checked the shapes already.
-    """
-    mode = proxy_tensor.get_proxy_mode()
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    if (
-        mode is None
-        or not isinstance(tracer := mode.tracer, proxy_tensor.PythonKeyTracer)
-        or torch.is_autocast_enabled(x.device.type)  # chooses the dtype of the result
-        or weight.dim() != 2
-        or not all(proxy_tensor.has_proxy_slot(t, tracer) for t in tensors)
-    ):
-        return NotImplemented
-    proxies = tuple(tracer.unwrap_proxy(t) for t in tensors)
-    node = tracer.create_proxy("call_function", aten.linear.default, proxies, {})
-    with proxy_tensor.disable_proxy_modes_tracing():
-        value = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    return proxy_tensor.track_tensor_tree(value, node, constant=None, tracer=tracer)
-
-
 class _Retrace(fx.Interpreter):
     """Runs the captured graph so that what make_fx sees is what will run.
 
@@ -127,6 +138,8 @@ class _Retrace(fx.Interpreter):
     for the one outside; entering a region by hand does both.
     """
 
+    module: fx.GraphModule
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         self.regions: list[torch.autocast] = []
         try:
@@ -135,7 +148,44 @@ class _Retrace(fx.Interpreter):
             while self.regions:
                 self.regions.pop().__exit__(None, None, None)
 
+    def shortcuts(self) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+        """Return `record` for every overload whose results Dynamo has seen, as make_fx asks."""
+        if any(_reshapes_in_place(node) for node in self.module.graph.nodes):
+            return {}  # what Dynamo shows of a value is then its last shape, not its first
+        overloads = [getattr(op, name) for op in _SEEN_BY_DYNAMO for name in op.overloads()]
+        return {op: partial(self.record, op) for op in overloads if not op._schema.is_mutable}
+
+    def record(self, op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+        """Record an operator as one node whose value is the one that Dynamo found.
+
+        Dynamo has run this very call on fakes of the same mode. Running it again, with what it is
+        composed of, was two thirds of a trace over symbolic sizes.
+
+        Returns `NotImplemented`, which makes make_fx run the operator, where the call may not be
+        the same: a node that is composed of several operators, results that stand for a handle,
+        constants that a later `item()` may ask for, autocast, which chooses dtypes.
+        """
+        known = self.node.meta.get("example_value")
+        mode = proxy_tensor.get_proxy_mode()
+        if (
+            type(known) is not FakeTensor
+            or mode is None
+            or not isinstance(tracer := mode.tracer, proxy_tensor.PythonKeyTracer)
+            or _operator(self.node) != op._opname
+            or torch.is_autocast_enabled(known.device.type)
+        ):
+            return NotImplemented
+        leaves, spec = tree_flatten((args, kwargs))
+        proxies = [_proxy_of(leaf, tracer) for leaf in leaves]
+        if any(proxy is _UNTRACKED for proxy in proxies):  # `in` would ask proxies, and record that
+            return NotImplemented
+        call_args, call_kwargs = tree_unflatten(proxies, spec)
+        name = tracer.graph._target_to_str(op._opname)
+        node = tracer.create_proxy("call_function", op, call_args, call_kwargs, name=name)
+        return proxy_tensor.track_tensor_tree(known, node, constant=None, tracer=tracer)
+
     def run_node(self, n: fx.Node) -> Any:
+        self.node = n
         value = n.meta.get("example_value")
         if isinstance(value, torch.SymFloat) and _is_input_float(value):
             return float(value)
@@ -145,6 +195,35 @@ class _Retrace(fx.Interpreter):
         if n.target is _exit_autocast:
             return self.regions.pop().__exit__(None, None, None)
         return super().run_node(n)
+
+
+def _proxy_of(leaf: object, tracer: proxy_tensor.PythonKeyTracer) -> object:
+    """Return what stands for an argument in the graph that is being recorded."""
+    if isinstance(leaf, torch.Tensor):
+        tracked = proxy_tensor.fetch_object_proxy(tracer, leaf)
+        if isinstance(tracked, torch.Tensor) or tracked.constant is not None:
+            return _UNTRACKED
+        return tracked.proxy
+    if isinstance(leaf, proxy_tensor.py_sym_types):
+        return proxy_tensor.fetch_sym_proxy(tracer)(leaf)
+    return leaf
+
+
+def _operator(call: fx.Node) -> str:
+    """Return the name of the ATen operator that a captured call is, if it is one alone."""
+    if call.target is operator.getitem:
+        match call.args[1]:
+            case (builtins.Ellipsis, slice()):
+                return "slice"
+    return str(getattr(call.target, "__name__", call.target))
+
+
+def _reshapes_in_place(call: fx.Node) -> bool:
+    """Whether a call changes the shape or the strides of its argument: `t_`, `unsqueeze_`, ..."""
+    packet = getattr(aten, _operator(call), None) if call.op.startswith("call") else None
+    return packet is not None and any(
+        torch.Tag.inplace_view in getattr(packet, name).tags for name in packet.overloads()
+    )
 
 
 def _is_input_float(value: torch.SymFloat) -> bool:

@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch import fx
 from torch.nn.functional import linear
+from transformers import DynamicCache
 
 from kvcompile.passes.base import PassOptions
-from kvcompile.passes.canonicalize import Canonicalize
+from kvcompile.passes.canonicalize import Canonicalize, _Retrace
 from kvcompile.passes.ir.program import Program
 from kvcompile.passes.ir.stage import Stage
+from tests.support.compiled import compiled
+from tests.support.tiny_models import prompt, tiny_gpt2, tiny_llama, tiny_qwen2
 
 WEIGHT, BIAS = torch.randn(6, 8), torch.randn(6)
 
@@ -23,8 +26,8 @@ class _Recorded(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        if n.target is torch.ops.aten.linear.default:
-            self.products += 1
+        self.products += n.target is torch.ops.aten.linear.default
+        if isinstance(value, torch.Tensor):
             recorded = n.meta["val"]
             assert recorded.dtype is value.dtype
             assert tuple(map(int, recorded.shape)) == value.shape
@@ -82,3 +85,90 @@ def test_a_function_that_enters_and_leaves_autocast_itself() -> None:
 
     assert _products(step, torch.randn(3, 5, 8)) == 4
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_shapes_that_change_in_place() -> None:
+    """Dynamo shows of a tensor what it is in the end; the trace has it as it was at each call."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        z = y + x
+        y.unsqueeze_(0)
+        z.t_()
+        return linear((y.sum(0) + z.t()) * x, WEIGHT)
+
+    assert _products(step, torch.randn(5, 8)) == 1
+
+
+def test_numbers_among_the_operands() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        low = torch.tensor(2.0) * x[..., : x.shape[0] // 2] - 3
+        scaled = torch.add(low, x.mean(-1, keepdim=True), alpha=2) / x.shape[0]
+        return torch.cat([scaled, x.sum(-1, dtype=torch.float32)[:, None] ** 2], -1)
+
+    assert _products(step, torch.randn(6, 8)) == 0
+
+
+def _listing(program: Program) -> list[str]:
+    """Return every node with what the graph says of its value."""
+
+    def value(node: fx.Node) -> str:
+        if not isinstance(v := node.meta.get("val"), torch.Tensor):
+            return str(v)
+        sizes = (*v.shape, *v.stride(), v.storage_offset())
+        numbers = [n.node.expr.expand() if isinstance(n, torch.SymInt) else n for n in sizes]
+        return f"{v.dtype} {v.device} {numbers}"
+
+    place = {node: f"%{i}" for i, node in enumerate(program.module.graph.nodes)}
+    return [f"{n.target} {fx.map_arg((n.args, n.kwargs), place.get)} {value(n)}" for n in place]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        tiny_llama(),
+        tiny_llama(attention="eager"),
+        tiny_llama(dtype=torch.bfloat16),
+        tiny_qwen2(),
+        tiny_gpt2(),
+    ],
+    ids=["llama", "eager", "bf16", "qwen2", "gpt2"],
+)
+def test_what_dynamo_found_is_what_running_the_model_finds(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of a prompt, of a chunk on a past and of a step, traced with and without shortcuts."""
+    shortcuts, record, run = _Retrace.shortcuts, _Retrace.record, Canonicalize.run
+    graphs: list[tuple[list[str], list[str], int]] = []
+
+    def trace(program: Program) -> tuple[list[str], int]:
+        taken = 0
+
+        def count(self: _Retrace, *args: Any, **kwargs: Any) -> Any:
+            nonlocal taken
+            out = record(self, *args, **kwargs)
+            taken += out is not NotImplemented
+            return out
+
+        monkeypatch.setattr(_Retrace, "record", count)
+        run(Canonicalize(), program, PassOptions(isa="avx512"))
+        return _listing(program), taken
+
+    def both(self: Canonicalize, program: Program, options: PassOptions) -> None:
+        captured = program.module
+        monkeypatch.setattr(_Retrace, "shortcuts", lambda self: {})
+        every_call, _ = trace(program)
+        program.module = captured
+        monkeypatch.setattr(_Retrace, "shortcuts", shortcuts)
+        found, taken = trace(program)
+        graphs.append((found, every_call, taken))  # compared below: a pass that fails is left out
+
+    monkeypatch.setattr(Canonicalize, "run", both)
+    run_model, cache = compiled(model), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for tokens in (20, 20, 10, 1):
+            run_model(prompt(tokens), past_key_values=cache)
+    assert len(graphs) == 4
+    for found, every_call, taken in graphs:
+        assert found == every_call
+        assert taken > len(found) / 3
