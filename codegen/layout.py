@@ -9,7 +9,7 @@ from typing import TypedDict
 import torch
 
 from kvcompile.codegen.formats import TILE, Format, PartShape, Role, get_format
-from kvcompile.codegen.rotary import MEAN_BYTES, Rotary, separate_mean, turning_mean
+from kvcompile.codegen.rotary import MEAN_BYTES, Rotary, add_means, separate_mean
 
 PAGE_SIZES = (16, 32, 64, 128)
 DEFAULT_GROUP_SIZE = 64
@@ -210,7 +210,8 @@ class RecordLayout:
         if role == "v" or self.rotary is None:
             return format_.encode(shape, dense)
         assert table is not None
-        left, mean = separate_mean(self.rotary, table, dense)
+        has_minimum = format_.has_minimum
+        left, mean = separate_mean(self.rotary, table, dense, has_minimum=has_minimum)
         return torch.cat([format_.encode(shape, left), mean], dim=-1)
 
     def decode(
@@ -222,8 +223,7 @@ class RecordLayout:
             return format_.decode(shape, stored)
         assert table is not None
         left = format_.decode(shape, stored[..., : self.mean_offset])
-        mean = stored[..., self.mean_offset :]
-        return left + turning_mean(self.rotary, table, mean, left.shape[-2:])
+        return add_means(self.rotary, table, stored[..., self.mean_offset :], left)
 
     def pack(
         self, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor | None = None

@@ -6,28 +6,27 @@ own. What turns fast widens the range of its channels by twice the length of the
 moves within a page is taken in by the minimum of its channel, which is a bf16: rounding it widens
 the range by up to 1/128 of the bias.
 
-So the tokens of a page are turned back to its first token, pair by pair, and averaged; the means of
-the pairs whose ranges they widen most are kept in the record, and the mean, turned forth again, is
-subtracted. What is left is quantized. A score is the product of the query with both, and adding the
-mean back is as exact as any fp32 sum. Angles that do not fit the keys cost quality, never
-correctness: whatever was subtracted is what is added.
+So the tokens of a page are turned back to its first token, pair by pair, and averaged. The means of
+the pairs whose ranges shrink most without them are kept in the record, and each is turned forth
+again and subtracted. What is left is quantized. A score is the product of the query with both, and
+adding the mean back is as exact as any fp32 sum. Where angles do not fit the keys no range shrinks,
+and nothing is subtracted.
 
 A mean is two fp32 numbers of 12 significant bits, like the cosines: their products are exact. The
-number of the pair lies in the bits that are free.
+number of the pair lies in the bits that are free. Means that are not needed are zeros, at the end.
 
 Letters: P tokens of a page, D channels, R pairs that rotate, N pairs of which the mean is kept.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from kvcompile.codegen.formats.grouped import tree_sum
 
-MEANS = 8
+MEANS = 16
 """Most pairs of a page of which a mean is kept."""
 
 MEAN_BYTES = 8 * MEANS
@@ -36,7 +35,11 @@ SMALLEST_MEAN = 2.0**-100
 SMALLEST_COSINE = 2.0**-20
 """What is smaller counts as zero, lest a product be subnormal and rounded."""
 
+LARGEST_MEAN = 2.0**127
+"""Means that are larger, or no numbers, are none."""
+
 MINIMUM_UNIT = 2.0**-7
+"""By this part of a minimum its rounding may widen a range."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Rotary:
 
     def table_words(self, page_size: int) -> int:
         """Return the fp32 numbers of a `rotary_table`."""
-        return self.pairs * (2 * page_size + 1)
+        return self.pairs * 2 * page_size
 
     @property
     def symbol(self) -> str:
@@ -94,17 +97,12 @@ def rotary_table(frequencies: torch.Tensor, page_size: int) -> torch.Tensor:
         page_size: P.
 
     Returns:
-        fp32, R times P cosines and P sines; then [R], the square of how much a mean of length 1
-        widens the range of its channels: by its longest way between two tokens of a page, and by
-        1/128, the rounding of a minimum.
+        fp32, R times P cosines and P sines.
     """
     speeds = frequencies.detach().to(torch.float64)
     angles = torch.outer(speeds, torch.arange(page_size, dtype=torch.float64))
     turns = torch.stack([angles.cos(), angles.sin()], 1).to(torch.float32)
-    turns = torch.where(turns.abs() < SMALLEST_COSINE, 0.0, shorten(turns))
-    half = (speeds.abs() * (page_size - 1) / 2).clamp(max=math.pi / 2)
-    widening = (2 * half.sin() + MINIMUM_UNIT) ** 2
-    return torch.cat([turns.flatten(), widening.to(torch.float32)])
+    return torch.where(turns.abs() < SMALLEST_COSINE, 0.0, shorten(turns)).flatten()
 
 
 def shorten(x: torch.Tensor) -> torch.Tensor:
@@ -115,49 +113,91 @@ def shorten(x: torch.Tensor) -> torch.Tensor:
 
 
 def separate_mean(
-    rotary: Rotary, table: torch.Tensor, dense: torch.Tensor
+    rotary: Rotary, table: torch.Tensor, dense: torch.Tensor, *, has_minimum: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split keys [..., P, D] into what is left of them, fp32, and the mean, uint8[..., 64]."""
+    """Split keys [..., P, D] into what is left of them, fp32, and the means.
+
+    Args:
+        rotary: How they rotate.
+        table: The angles.
+        dense: The keys.
+        has_minimum: Whether the levels of a channel begin at a minimum, instead of at zero.
+
+    Returns:
+        [..., P, D], and uint8[..., MEAN_BYTES].
+    """
     x = dense.to(torch.float32)
-    cos, sin, widening = _tables(rotary, table, x.shape[-2])
+    cos, sin = _angles(rotary, table, x.shape[-2])
     channels = rotary.channels(torch.arange(rotary.pairs))
     a, b = (x[..., c].transpose(-1, -2) for c in channels)  # [..., R, P]
-    means = [tree_sum(y) / x.shape[-2] for y in (a * cos + b * sin, b * cos - a * sin)]
-    first, second = (torch.where(m.abs() >= SMALLEST_MEAN, shorten(m), 0.0) for m in means)
-    wide = (first * first + second * second) * widening
-    order = torch.where(wide >= 0, wide, 0.0).sort(stable=True, dim=-1, descending=True).indices
+    averages = [tree_sum(y) / x.shape[-2] for y in (a * cos + b * sin, b * cos - a * sin)]
+    first, second = (
+        torch.where((m.abs() >= SMALLEST_MEAN) & (m.abs() <= LARGEST_MEAN), shorten(m), 0.0)
+        for m in averages
+    )
+    forth = _turned(first[..., None], second[..., None], cos, sin)
+    before, after = (
+        _span(y, has_minimum=has_minimum) ** 2 + _span(z, has_minimum=has_minimum) ** 2
+        for y, z in ((a, b), (a - forth[0], b - forth[1]))
+    )
+    gain = torch.where(before - after > 0, before - after, 0.0)
+    order = gain.sort(stable=True, dim=-1, descending=True).indices
     pairs = order[..., : rotary.means]
-    words = torch.stack([x.gather(-1, pairs) for x in (first, second)], -1)  # [..., N, 2]
+    kept = gain.gather(-1, pairs) > 0
+    words = torch.stack(
+        [torch.where(kept, m.gather(-1, pairs), 0.0) for m in (first, second)], -1
+    )  # [..., N, 2]
     bits = words.view(torch.int32).clone()
-    bits[..., 0] |= pairs.to(torch.int32)
+    bits[..., 0] |= torch.where(kept, pairs, 0).to(torch.int32)
     stored = torch.zeros(*x.shape[:-2], MEANS, 2, dtype=torch.int32)
     stored[..., : rotary.means, :] = bits
     packed = stored.flatten(-2).view(torch.uint8)
-    return x - turning_mean(rotary, table, packed, x.shape[-2:]), packed
+    return _add_means(rotary, table, packed, x, sign=-1), packed
 
 
-def turning_mean(
-    rotary: Rotary, table: torch.Tensor, packed: torch.Tensor, shape: torch.Size
+def add_means(
+    rotary: Rotary, table: torch.Tensor, packed: torch.Tensor, left: torch.Tensor
 ) -> torch.Tensor:
-    """Return the mean uint8[..., 64] as it is in every token of a page, fp32 [..., *shape]."""
-    page_size, head_dim = shape
-    cos, sin, _ = _tables(rotary, table, page_size)
+    """Return keys fp32 [..., P, D], given what is left of them and their means."""
+    return _add_means(rotary, table, packed, left, sign=1)
+
+
+def _add_means(
+    rotary: Rotary, table: torch.Tensor, packed: torch.Tensor, x: torch.Tensor, *, sign: int
+) -> torch.Tensor:
+    cos, sin = _angles(rotary, table, x.shape[-2])
     stored = packed.contiguous().view(torch.int32).unflatten(-1, (MEANS, 2))
     bits = stored[..., : rotary.means, :]
     pairs = bits[..., 0].bitwise_and((1 << FREE_BITS) - 1).long()
     means = bits.bitwise_and(-(1 << FREE_BITS)).view(torch.float32)
-    first, second = means[..., 0, None], means[..., 1, None]
-    c, s = cos[pairs], sin[pairs]
-    turned = (first * c - second * s, second * c + first * s)  # [..., N, P]
-    mean = torch.zeros(*packed.shape[:-1], head_dim, page_size, dtype=torch.float32)
+    turned = _turned(means[..., 0, None], means[..., 1, None], cos[pairs], sin[pairs])
+    # Channels without a mean keep their bits: adding 0 would turn -0 into 0.
+    kept = means.ne(0).any(-1)[..., None]
+    x = x.transpose(-1, -2)
     for channels, part in zip(rotary.channels(pairs), turned, strict=True):
-        mean.scatter_(-2, channels[..., None].expand_as(part), part)
-    return mean.transpose(-1, -2)
+        index = channels[..., None].expand_as(part)
+        x = x.scatter_add(-2, index, torch.where(kept, sign * part, -0.0))
+    return x.transpose(-1, -2)
 
 
-def _tables(
+def _turned(
+    first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both channels of means, turned by angles."""
+    return first * cos - second * sin, second * cos + first * sin
+
+
+def _span(x: torch.Tensor, *, has_minimum: bool) -> torch.Tensor:
+    """Return what the levels of channels [..., P] have to span."""
+    if not has_minimum:
+        return x.abs().amax(-1)
+    low = x.amin(-1)
+    return x.amax(-1) - low + low.abs() * MINIMUM_UNIT
+
+
+def _angles(
     rotary: Rotary, table: torch.Tensor, page_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return cosines and sines [R, P], and the squares of widenings [R]."""
-    turns = table[: -rotary.pairs].view(rotary.pairs, 2, page_size)
-    return turns[:, 0], turns[:, 1], table[-rotary.pairs :]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines [R, P]."""
+    turns = table.view(rotary.pairs, 2, page_size)
+    return turns[:, 0], turns[:, 1]

@@ -44,7 +44,7 @@ class CacheOptions:
         compute_dtype: How attention multiplies quantized K and V: `fp32` decodes them in registers,
             `int8` rounds the query to int8 and multiplies integers; `auto` is the faster one.
         separate_k_bias: Keep apart from quantized K what its projection's bias becomes under rotary
-            embedding, in up to eight pairs of channels, and add its score back; where there is a
+            embedding, in up to sixteen pairs of channels, and add its score back; where there is a
             bias and the frequencies are an input of the graph.
         gemv: Multiply the few rows of a decode step with weights as they lie, in a generated
             kernel; False leaves all products to the inner backend.

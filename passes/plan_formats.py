@@ -116,8 +116,14 @@ def _is_separable(keys: fx.Node, layout: RecordLayout, options: PassOptions) -> 
 
 def _about_bias(rotary: Rotary | None) -> str:
     if rotary is None:
-        return "K has a bias, but no input holds rotary frequencies: quantized as it is"
-    return f"K has a bias: its mean, which turns in {rotary.dim} channels, is kept apart"
+        return (
+            "K has a bias; its first channels are not seen to rotate by frequencies that are an "
+            "input: quantized as it is"
+        )
+    return (
+        f"K has a bias: its mean, which turns in {rotary.dim} channels, is kept apart where that "
+        "makes a page finer"
+    )
 
 
 def plan_layout(

@@ -9,10 +9,11 @@ from kvcompile.codegen.cpu.panels import switch_rows
 from kvcompile.codegen.cpu.shape import AttendShape
 from kvcompile.codegen.cpu.text import join_sections, render
 from kvcompile.codegen.layout import RecordLayout
+from kvcompile.codegen.rotary import MINIMUM_UNIT
 
 MEAN = """
-// ---- the turning mean of K: of $means pairs of channels, two fp32 numbers of 12 significant bits
-// each; the number of the pair lies in the bits that are free
+// ---- the turning mean of K: of up to $means pairs of channels, two fp32 numbers of 12 significant
+// bits each; the number of the pair lies in the bits that are free
 struct Mean {
   int pair;
   float first, second;
@@ -27,6 +28,15 @@ static inline Mean mean_of(const uint8_t* means, int n) {
   memcpy(&mean.second, words + 1, 4);
   return mean;
 }
+// how many there are
+static inline int count_means(const uint8_t* means) {
+  int n = 0;
+  for (; n < $means; ++n) {
+    const Mean mean = mean_of(means, n);
+    if (mean.first == 0 && mean.second == 0) break;
+  }
+  return n;
+}
 static inline int first_channel(int pair) { return $first_channel; }
 static inline int second_channel(int pair) { return $second_channel; }
 // the angles of a pair: the cosines of $page_size tokens, then their sines
@@ -36,12 +46,12 @@ static inline const float* angles(const float* rotary, int pair) {
 """
 
 SEPARATE = """
-// x rounded to 12 significant bits; 0 for NaN and for what is tiny
+// x rounded to 12 significant bits; 0 for NaN and for what is tiny or huge
 static inline float shorten(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
   bits = (bits + 0x800) & ~0xfffu;
-  const bool kept = std::fabs(x) >= 0x1p-100f;
+  const bool kept = std::fabs(x) >= 0x1p-100f && std::fabs(x) <= 0x1p127f;
   memcpy(&x, &bits, 4);
   return kept ? x : 0.0f;
 }
@@ -51,26 +61,46 @@ static inline float mean_of_page(float* x /* [P] */) {
     for (int t = 0; t < half; ++t) x[t] += x[t + half];
   return x[0] / $page_size.0f;
 }
-// means of the pairs that widen the range most; they are taken out of x
+// what the levels of a channel have to span, squared
+static inline float span(const float* x /* [P] */) {
+  float low = x[0], high = x[0];
+  for (int t = 1; t < $page_size; ++t) {
+    low = x[t] < low ? x[t] : low;
+    high = x[t] > high ? x[t] : high;
+  }
+  const float span = $span;
+  return span * span;
+}
+// The means of the pairs whose ranges shrink most without them, the greatest gain first; they are
+// taken out of x. Behind them are zeros.
 static void separate_mean(float* x /* [P][$channels] */, const float* rotary, uint8_t* means) {
-  float first[$pairs], second[$pairs], wide[$pairs];
+  float first[$pairs], second[$pairs], gain[$pairs];
   for (int pair = 0; pair < $pairs; ++pair) {
     const float* cos = angles(rotary, pair);
     const float* sin = cos + $page_size;
-    const float *a = x + first_channel(pair), *b = x + second_channel(pair);
-    alignas(64) float forth[$page_size], aside[$page_size];
+    alignas(64) float a[$page_size], b[$page_size], forth[$page_size], aside[$page_size];
     for (int t = 0; t < $page_size; ++t) {
-      forth[t] = a[t * $channels] * cos[t] + b[t * $channels] * sin[t];
-      aside[t] = b[t * $channels] * cos[t] - a[t * $channels] * sin[t];
+      a[t] = x[t * $channels + first_channel(pair)];
+      b[t] = x[t * $channels + second_channel(pair)];
+    }
+    for (int t = 0; t < $page_size; ++t) {
+      forth[t] = a[t] * cos[t] + b[t] * sin[t];
+      aside[t] = b[t] * cos[t] - a[t] * sin[t];
     }
     const float u = shorten(mean_of_page(forth)), v = shorten(mean_of_page(aside));
-    const float widening = (u * u + v * v) * rotary[$widenings + pair];
-    first[pair] = u, second[pair] = v, wide[pair] = widening >= 0 ? widening : 0.0f;
+    const float before = span(a) + span(b);
+    for (int t = 0; t < $page_size; ++t) {
+      a[t] -= u * cos[t] - v * sin[t];
+      b[t] -= v * cos[t] + u * sin[t];
+    }
+    const float difference = before - (span(a) + span(b));
+    first[pair] = u, second[pair] = v, gain[pair] = difference > 0 ? difference : 0.0f;
   }
   memset(means, 0, $mean_bytes);
   for (int n = 0; n < $means; ++n) {
-    const int pair = int(std::max_element(wide, wide + $pairs) - wide);
-    wide[pair] = -1;
+    const int pair = int(std::max_element(gain, gain + $pairs) - gain);
+    if (!(gain[pair] > 0)) break;
+    gain[pair] = 0;
     uint32_t words[2];
     memcpy(words, first + pair, 4);
     memcpy(words + 1, second + pair, 4);
@@ -90,7 +120,8 @@ static void separate_mean(float* x /* [P][$channels] */, const float* rotary, ui
 ADD = """
 // one token gets back what was taken out of its page
 static inline void add_mean(const uint8_t* means, const float* rotary, int slot, float* x) {
-  for (int n = 0; n < $means; ++n) {
+  const int count = count_means(means);
+  for (int n = 0; n < count; ++n) {
     const Mean mean = mean_of(means, n);
     const float* cos = angles(rotary, mean.pair) + slot;
     const float* sin = cos + $page_size;
@@ -106,9 +137,11 @@ SCORES = """
 template <int ROWS>
 static inline void mean_scores(const float* rotary, const uint8_t* means, int tokens,
                                const float* q, float* s) {
+  const int count = count_means(means);
+  if (count == 0) return;
   const float* cos[$means];
   float forth[ROWS][$means], aside[ROWS][$means];
-  for (int n = 0; n < $means; ++n) {
+  for (int n = 0; n < count; ++n) {
     const Mean mean = mean_of(means, n);
     cos[n] = angles(rotary, mean.pair);
     const int first = first_channel(mean.pair), second = second_channel(mean.pair);
@@ -121,7 +154,7 @@ static inline void mean_scores(const float* rotary, const uint8_t* means, int to
   for (int t = 0; t < tokens; t += $lanes) {
     vec sum[ROWS];
     UNROLL for (int r = 0; r < ROWS; ++r) sum[r] = load(s + r * $chunk + t);
-    UNROLL for (int n = 0; n < $means; ++n) {
+    for (int n = 0; n < count; ++n) {
       const vec x = load(cos[n] + t), y = load(cos[n] + $page_size + t);
       UNROLL for (int r = 0; r < ROWS; ++r)
         sum[r] = fma(y, splat(aside[r][n]), fma(x, splat(forth[r][n]), sum[r]));
@@ -153,7 +186,6 @@ def _literals(layout: RecordLayout) -> dict[str, object]:
         "pairs": rotary.pairs,
         "page_size": size,
         "pair_words": 2 * size,
-        "widenings": 2 * size * rotary.pairs,
         "mean_bytes": layout.k_bytes - layout.mean_offset,
         "mean_offset": layout.mean_offset,
         "first_channel": "2 * pair" if rotary.interleaved else "pair",
@@ -166,8 +198,14 @@ def separate_text(layout: RecordLayout) -> str:
     if layout.rotary is None:
         return ""
     literals = _literals(layout)
-    channels = layout.format("k").channels(layout.part("k"))
-    return join_sections(render(MEAN, **literals), render(SEPARATE, channels=channels, **literals))
+    format_ = layout.format("k")
+    # As in the twin: a NaN or an infinity gives no gain, whatever the span is.
+    span = "std::max(std::fabs(low), std::fabs(high))"
+    if format_.has_minimum:
+        span = f"high - low + std::fabs(low) * {MINIMUM_UNIT}f"
+    channels = format_.channels(layout.part("k"))
+    separate = render(SEPARATE, channels=channels, span=span, **literals)
+    return join_sections(render(MEAN, **literals), separate)
 
 
 def add_text(layout: RecordLayout) -> str:

@@ -72,6 +72,11 @@ class Format(Protocol):
         ...
 
     @property
+    def has_minimum(self) -> bool:
+        """Whether the levels of a group begin at a minimum that is stored, instead of at zero."""
+        ...
+
+    @property
     def smallest_page(self) -> int:
         """Fewest tokens of a page: those whose codes fill the bytes of a vector."""
         ...

@@ -46,6 +46,11 @@ class ExactFormat:
         return False
 
     @property
+    def has_minimum(self) -> bool:
+        """There are no levels."""
+        return False
+
+    @property
     def smallest_page(self) -> int:
         """Fewest tokens of a page."""
         return TILE

@@ -36,6 +36,7 @@ class Float8Format:
     bits: int = 8
     dtype: torch.dtype = torch.float32
     is_grouped: bool = True
+    has_minimum: bool = False
     smallest_page: int = TILE
 
     def channels(self, shape: PartShape) -> int:

@@ -57,6 +57,11 @@ class IntegerFormat:
         return True
 
     @property
+    def has_minimum(self) -> bool:
+        """A group stores its minimum."""
+        return True
+
+    @property
     def planes(self) -> tuple[int, ...]:
         """Bits per field of the packed parts of a code, lowest bits first."""
         return (2, 1) if self.bits == 3 else (self.bits,)

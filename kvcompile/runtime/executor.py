@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ class Executor:
         self._kept_outputs = binding.kept_outputs
         self._num_outputs = binding.num_outputs
         self._states = binding.states
-        self._plans = tuple(program.plans[s.site] for s in binding.states)
+        # The plan's node would keep the whole graph alive; the binding knows the input.
+        self._plans = tuple(replace(program.plans[s.site], frequencies=None) for s in self._states)
         self._users = _arena_users(self._plans)
         self._dense_inputs = _handles_that_stay(program)
 

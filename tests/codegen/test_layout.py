@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompile.codegen.errors import UnsupportedKernelError
 from kvcompile.codegen.formats import FORMATS as ALL_FORMATS
-from kvcompile.codegen.layout import PAGE_SIZES, RecordLayout
+from kvcompile.codegen.layout import PAGE_SIZES, RecordLayout, Window
+from kvcompile.codegen.rotary import MEAN_BYTES, Rotary
+from tests.support.rotary import angles, turning
 
 FORMATS = {name: format_ for name, format_ in ALL_FORMATS.items() if not format_.is_grouped}
 WORDS = {4: torch.int32, 2: torch.int16}
@@ -19,6 +23,36 @@ layouts = st.builds(
     st.integers(1, 40),
     st.sampled_from(PAGE_SIZES),
 )
+
+
+@st.composite
+def rotaries(draw: st.DrawFn, channels: int) -> Rotary:
+    return Rotary(2 * draw(st.integers(1, channels // 2)), draw(st.booleans()))
+
+
+@st.composite
+def quantized_layouts(draw: st.DrawFn) -> RecordLayout:
+    names = [
+        draw(st.sampled_from([name for name in ALL_FORMATS if ALL_FORMATS[name].is_grouped])),
+        draw(st.sampled_from(sorted(ALL_FORMATS))),
+    ]
+    k, v = draw(st.permutations(names))
+    k_dim = draw(st.integers(2, 80))
+    smallest = max(ALL_FORMATS[name].smallest_page for name in names)
+    rotates = ALL_FORMATS[k].is_grouped and draw(st.booleans())
+    return RecordLayout(
+        k,
+        v,
+        k_dim,
+        draw(st.integers(1, 80)),
+        draw(st.sampled_from([size for size in PAGE_SIZES if size >= smallest])),
+        draw(st.integers(1, 8)) * 16,
+        Window(draw(st.sampled_from(sorted(FORMATS))), draw(st.integers(0, 40)), 64),
+        draw(rotaries(k_dim)) if rotates else None,
+    )
+
+
+any_layout = layouts | quantized_layouts()
 
 
 def random_bits(name: str, *shape: int) -> torch.Tensor:
@@ -69,9 +103,53 @@ def test_bytes_are_what_the_dtype_costs() -> None:
     assert RecordLayout("fp32", "fp16", 64, 128, 16).record_bytes == 16 * (64 * 4 + 128 * 2)
 
 
-@given(layouts, layouts)
+@given(any_layout, any_layout)
 def test_symbols_are_equal_only_for_equal_layouts(a: RecordLayout, b: RecordLayout) -> None:
     assert (a.symbol == b.symbol) == (a == b)
+
+
+@given(quantized_layouts(), st.data())
+def test_how_keys_rotate_is_in_the_symbol(layout: RecordLayout, data: st.DataObject) -> None:
+    layout = replace(layout, k_format="fp8")
+    choices = st.none() | rotaries(layout.head_dim_qk)
+    one, other = data.draw(choices), data.draw(choices)
+    same = replace(layout, rotary=one).symbol == replace(layout, rotary=other).symbol
+    assert same == (one == other)
+
+
+@given(quantized_layouts())
+@settings(max_examples=60, deadline=None)
+def test_a_mean_lies_between_the_codes_of_k_and_v_and_makes_no_pair_coarser(
+    layout: RecordLayout,
+) -> None:
+    """Codes see what is left; a pair keeps its mean only if its squared ranges shrink."""
+    rotary = layout.rotary
+    assert layout.mean_offset % 64 == layout.v_offset % 64 == 0
+    assert layout.v_offset - layout.mean_offset == (0 if rotary is None else MEAN_BYTES)
+    if rotary is None:
+        return
+    table = angles(rotary, layout.page_size)
+    k = torch.randn(2, layout.page_size, layout.head_dim_qk)
+    k[1] += 50 * turning(rotary, layout.page_size, layout.head_dim_qk)
+    v = torch.randn(2, layout.page_size, layout.head_dim_vo)
+    record = layout.pack(k, v, table)
+    assert record.shape == (2, layout.record_bytes)
+    plain = replace(layout, rotary=None)
+    bare = record[:, : layout.mean_offset], record[:, layout.v_offset :]
+    left, v_back = plain.unpack(torch.cat(bare, 1))
+    back, v_same = layout.unpack(record, table)
+    assert torch.equal(v_same, v_back)
+    assert torch.equal(back[..., rotary.dim :], left[..., rotary.dim :])
+    assert not torch.equal(back[1], left[1]), "the bias is kept apart"
+    pairs = rotary.channels(torch.arange(rotary.pairs))
+    spread = [x.aminmax(dim=-2) for x in (k, k - (back - left))]
+    if layout.format("k").has_minimum:
+        spans = [top - low + low.abs() / 128 for low, top in spread]
+    else:
+        spans = [low.abs().maximum(top.abs()) for low, top in spread]
+    before, after = ((x[:, pairs[0]] ** 2 + x[:, pairs[1]] ** 2) for x in spans)
+    # Adding what was subtracted rounds numbers of up to 60 to 2^-19, in ranges of up to 120.
+    assert bool((after <= before + 240 * 2.0**-18).all())
 
 
 def test_bad_layouts_are_refused() -> None:
@@ -81,3 +159,8 @@ def test_bad_layouts_are_refused() -> None:
         RecordLayout("bf16", "bf16", 64, 64, 48)
     with pytest.raises(ValueError, match="positive"):
         RecordLayout("bf16", "bf16", 0, 64, 32)
+    window = Window("bf16", 4, 64)
+    with pytest.raises(ValueError, match="goes with quantized keys"):
+        RecordLayout("bf16", "int4", 64, 64, 64, window=window, rotary=Rotary(64))
+    with pytest.raises(ValueError, match="64 of 32 channels cannot rotate"):
+        RecordLayout("int4", "int4", 32, 64, 64, window=window, rotary=Rotary(64))

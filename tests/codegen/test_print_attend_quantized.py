@@ -13,6 +13,7 @@ from kvcompile.codegen.cpu.isa import ISAS, compiler_flags, has_integer_dot
 from kvcompile.codegen.errors import UnsupportedKernelError
 from kvcompile.codegen.formats import FORMATS
 from kvcompile.codegen.registry import generate
+from kvcompile.codegen.rotary import Rotary
 from kvcompile.codegen.spec import IsaName, MaskKind
 from tests.support.golden import Golden
 from tests.support.numerics import Case
@@ -40,6 +41,7 @@ def test_no_template_name_and_no_long_line_is_left(isa: IsaName, name: str) -> N
             mask=mask,
             mask_dtype="fp32" if mask == "additive" else None,
             queries="few",
+            rotary=Rotary(20, interleaved=True) if FORMATS[k].is_grouped else None,
         )
         text = generate(case.spec(isa, "attend")).text
         assert "$" not in text

@@ -10,6 +10,7 @@ from kvcompile.codegen.cpu.isa import ISAS
 from kvcompile.codegen.errors import UnsupportedKernelError
 from kvcompile.codegen.formats import FORMATS
 from kvcompile.codegen.registry import generate
+from kvcompile.codegen.rotary import Rotary
 from kvcompile.codegen.spec import IsaName, KernelSpec, Op
 from tests.support.golden import Golden
 
@@ -26,6 +27,7 @@ def spec(
     page_size: int = 32,
     group_size: int = 32,
     sinks: int = 4,
+    rotary: Rotary | None = None,
 ) -> KernelSpec:
     """Return the spec of a kernel whose head dimensions need padding."""
     return KernelSpec(
@@ -39,12 +41,14 @@ def spec(
         page_size=page_size,
         q_group_size=group_size,
         num_sink_tokens=sinks,
+        rotary=rotary,
     )
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_printed_text(op: Op, golden: Golden) -> None:
-    golden(generate(spec(op, "portable", "int4", "int3")).text)
+@pytest.mark.parametrize("rotary", [None, Rotary(16)], ids=["plain", "turning"])
+def test_printed_text(op: Op, rotary: Rotary | None, golden: Golden) -> None:
+    golden(generate(spec(op, "portable", "int4", "int3", rotary=rotary)).text)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -52,7 +56,8 @@ def test_printed_text(op: Op, golden: Golden) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_template_name_and_no_long_line_is_left(op: Op, isa: IsaName, name: str) -> None:
     for k, v in ((name, "int4"), ("int1", name), (name, "fp8")):
-        printed = spec(op, isa, k, v, v_dim=1000, page_size=128, sinks=128)
+        rotary = Rotary(20, interleaved=True) if FORMATS[k].is_grouped else None
+        printed = spec(op, isa, k, v, v_dim=1000, page_size=128, sinks=128, rotary=rotary)
         text = generate(printed).text
         assert "$" not in text
         assert "\n\n\n" not in text

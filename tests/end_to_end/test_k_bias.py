@@ -11,14 +11,15 @@ from transformers import DynamicCache, Qwen2ForCausalLM
 
 import kvcompile
 from kvcompile.codegen.layout import RecordLayout, Window
-from kvcompile.codegen.rotary import Rotary, rotary_table
+from kvcompile.codegen.rotary import MEANS, Rotary, rotary_table
 from kvcompile.reports import collect
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.quantized_store import QuantizedStore
 from kvcompile.runtime.report import handles_in
 from tests.support.compiled import compiled
-from tests.support.tiny_models import prompt, tiny_llama, tiny_nanogpt, tiny_qwen2
+from tests.support.rotary import gains
+from tests.support.tiny_models import prompt, tiny_gpt2, tiny_llama, tiny_nanogpt, tiny_qwen2
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("fresh_dynamo")]
 
@@ -61,6 +62,56 @@ def test_a_large_bias_does_not_matter(dtype: str) -> None:
     assert found[40.0, False] > 5 * found[40.0, True]
 
 
+def test_of_more_biases_than_a_page_keeps_the_worst_are_kept() -> None:
+    """All 32 pairs of a head have one; those that are left cost something, and far less."""
+    model = tiny_qwen2(k_bias=40.0, head_dim=64)
+    exact, dense = logits(model, model)
+    found = {}
+    for separate in (True, False):
+        run = compiled(model, kv_cache_dtype="int8", separate_k_bias=separate)
+        other, cache = logits(model, run)
+        found[separate] = divergence(exact, other)
+        if separate:
+            kept = [store for store in stores(cache) if store.layout.rotary is not None]
+    assert found[False] > 5 * found[True]
+    assert found[True] < 0.01
+    # The keys of the first layer do not depend on what the cache holds.
+    layer: Any = dense.layers[0]
+    keys, speeds = layer.keys, model.model.rotary_emb.inv_freq
+    layout, pages = kept[0].layout, kept[0].pages.rows[0]
+    assert layout.rotary == Rotary(64)
+    for page, number in enumerate(pages):
+        tokens = slice(4 + page * 64, 4 + page * 64 + 64)
+        most = gains(Rotary(64), speeds, keys[0, :, tokens]).sort(descending=True)
+        means = kept[0].arena.page(number).view(2, -1)[:, layout.mean_offset : layout.v_offset]
+        words = means.contiguous().view(torch.int32).view(2, MEANS, 2)
+        assert bool((words[..., 1] & ~0xFFF).ne(0).all()), "no place is empty"
+        for head, chosen in enumerate((words[..., 0] & 0xFFF).tolist()):
+            gain = most.values[head]
+            assert float(gain[MEANS - 1] / gain[MEANS]) > 1.001, "no tie"
+            assert chosen == most.indices[head, :MEANS].tolist()
+    assert len(pages) == 5
+
+
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_llama, tiny_gpt2])
+def test_prefill_and_decode_agree_on_what_they_found(make: Any) -> None:
+    """Else the decode graph would not know the pages, and read the cache as a dense tensor."""
+    run = compiled(make(), kv_cache_dtype="int4")
+    with torch.no_grad(), collect() as graphs:
+        cache = run(prompt(200)).past_key_values
+        begun = stores(cache)
+        run(prompt(1), past_key_values=cache)
+    assert [graph.has_past for graph in graphs] == [False, True]
+    prefill, decode = ([r.reason for r in g.remarks if r.code == "KVC300"] for g in graphs)
+    assert prefill == decode
+    assert len(begun) == 2
+    for store, same in zip(begun, stores(cache), strict=True):
+        assert store is same
+        assert store.length == 201
+        assert (store.layout.rotary is not None) == (make is tiny_qwen2)
+    assert not kvcompile.memory_report(cache).materializations
+
+
 def test_steps_and_chunks_and_copies_agree() -> None:
     model = tiny_qwen2(k_bias=12.0)
     run = compiled(model, kv_cache_dtype="int4", compute_dtype="fp32")
@@ -101,7 +152,7 @@ def test_explain_says_what_was_done() -> None:
         said[name] = remarks[0]
     assert "K has a bias: its mean, which turns in 16 channels, is kept apart" in said["qwen2"]
     assert "bias" not in said["llama"]
-    assert "no input holds rotary frequencies" in said["own"]
+    assert "quantized as it is" in said["own"]
 
 
 def test_the_report_counts_the_angles_once() -> None:
@@ -111,7 +162,7 @@ def test_the_report_counts_the_angles_once() -> None:
         run = compiled(model, kv_cache_dtype="int4", separate_k_bias=separate)
         _, cache = logits(model, run)
         tables[separate] = kvcompile.memory_report(cache).tables
-    angles = 8 * (2 * 64 + 1) * 4
+    angles = 8 * 2 * 64 * 4
     assert tables[True] - tables[False] == angles
 
 

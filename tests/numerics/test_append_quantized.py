@@ -324,6 +324,59 @@ def test_a_nan_is_seen_in_all_that_shares_its_scale(isa: IsaName) -> None:
         assert torch.equal(v_back.isnan(), seen)
 
 
+def spoil(k: torch.Tensor, rotary: Rotary, first: int, page_size: int) -> torch.Tensor:
+    """Put what is special into the keys [1, K, T, D] of three pages of the first head, in place.
+
+    Returns:
+        Which channels of which of the first two pages hold what is no number, bool[2, D].
+    """
+    largest = torch.finfo(k.dtype).max
+    a, b = (int(channel) for channel in rotary.channels(torch.tensor(0)))
+    pages = k[0, 0, first : first + 3 * page_size].unflatten(0, (3, page_size))
+    pages[0, 5, a] = torch.nan
+    pages[0, 0, -1] = -torch.inf
+    pages[1, :, [a, b]] = -0.0
+    pages[1, 7, -1] = torch.inf
+    pages[2, :, a] = largest * (1 - torch.rand(page_size) / 64)
+    pages[2, :, b] = -largest
+    spoilt = torch.zeros(2, k.shape[-1], dtype=torch.bool)
+    spoilt[0, a] = spoilt[:, -1] = True
+    return spoilt
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.rotary is not None], ids=str)
+def test_means_beside_what_is_no_number(case: Case, isa: IsaName) -> None:
+    """NaNs, infinities and overflowing sums have no mean; other channels do not notice them.
+
+    The codes of a channel with a NaN or an infinity are arbitrary. Nothing of it is finite.
+    """
+    assert case.rotary is not None
+    layout, size, sinks = case.layout(), case.page_size, case.sinks
+    tokens = sinks + 3 * size + case.residual
+    k, v = case.new_tokens(1, tokens)
+    spoilt = spoil(k, case.rotary, sinks, size)
+    store = grow(case, isa, case.store((0,), tokens), [k, v], [0, tokens])
+    pages = [x[0, :, sinks : sinks + 3 * size].unflatten(1, (3, size)) for x in (k, v)]
+    right = store.record(*pages).transpose(0, 1)
+    record = store.pages.memory[store.pages.table[0, :3]]
+    means = slice(layout.mean_offset, layout.v_offset)
+    assert torch.equal(record[..., means], right[..., means])
+    assert bool(record[..., means].any(-1).all()), "the other pairs keep theirs"
+    found, expected = (layout.unpack(x, store.rotary_table)[0][:, 0] for x in (record, right))
+    finite = expected.isfinite()
+    assert torch.equal(finite[:2], ~spoilt[:, None].expand_as(finite[:2]))
+    assert torch.equal(found.isfinite(), finite)
+    # Bit by bit: 0 and -0 are not the same.
+    assert torch.equal(found[finite].view(torch.int32), expected[finite].view(torch.int32))
+    out = torch.full((KV_HEADS, tokens, case.dims[0]), torch.nan, dtype=case.torch_dtype)
+    words = [store.state.data_ptr(), *strides(out[None]), *strides(None)]
+    assert load(case.spec(isa, "gather")).call(*words, KV_HEADS, 0, tokens, 1) == 0
+    read = out[0, sinks : sinks + 3 * size].view(found.shape).nan_to_num(1)
+    found = found.to(read.dtype).nan_to_num(1)
+    assert torch.equal(read, found)
+    assert torch.equal(read.signbit(), found.signbit())
+
+
 def test_a_page_without_its_tokens_is_refused(isa: IsaName) -> None:
     case = CASES[0]
     k, v = case.new_tokens(1, 100)

@@ -20,7 +20,7 @@ from kvcompile.codegen.formats import Role
 from kvcompile.codegen.formats.grouped import pack_scales, unpack_scales
 from kvcompile.codegen.formats.integer import IntegerFormat
 from kvcompile.codegen.layout import RecordLayout
-from kvcompile.codegen.rotary import MEANS, turning_mean
+from kvcompile.codegen.rotary import MEANS, add_means
 from tests.support.rotary import mean_sizes
 
 UNIT = 2.0**-24
@@ -87,7 +87,7 @@ def levels(
     if role == "k" and layout.rotary is not None:
         assert rotary_table is not None
         packed = stored[..., layout.mean_offset :]
-        mean = turning_mean(layout.rotary, rotary_table, packed, codes.shape[-2:])
+        mean = add_means(layout.rotary, rotary_table, packed, mean)
         mean_size = mean_sizes(layout, records)
     tensors = (codes, spread(0), spread(1), mean, mean_size)
     codes, scale, minimum, mean, mean_size = (x.double().flatten(-3, -2) for x in tensors)
@@ -177,7 +177,7 @@ class IntegerAttention:
         The rest is fp32: the roundings of q' and of products, and sums in 16 lanes, all of terms
         of at most |q| (2 scale * (code + centre) + |minimum|). Exact tokens: see `Problem.bound`.
         With a turning mean, |q| times its size is rounded three times, and all is added up by two
-        more sums per mean.
+        more sums per mean; the mean itself is rounded once in the reference.
         """
         q, k = self.q.double(), self._pages()
         centre = (2**k.bits - 1) / 2
@@ -186,7 +186,7 @@ class IntegerAttention:
         error = UNIT * (q.shape[-1] / 16 + 16) * size
         if bool(k.mean_size.any()):
             size = size + q.abs().unsqueeze(-3) @ k.mean_size.mT
-            error = error + UNIT * (2 * MEANS + 3) * size
+            error = error + UNIT * (2 * MEANS + 4) * size
         if not rounded:
             most = folded.amax(-1, keepdim=True)
             delta = most / 127

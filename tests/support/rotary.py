@@ -30,6 +30,31 @@ def turning(rotary: Rotary, tokens: int, head_dim: int, first: int = 7) -> torch
     return turned.float()
 
 
+def gains(rotary: Rotary, speeds: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return by how much the squared ranges of each pair shrink without its mean, in float64.
+
+    A pair of channels is one complex number here; a range is widened by 1/128 of its minimum.
+
+    Args:
+        rotary: The pairs.
+        speeds: [R], radians per token.
+        k: Keys of a page, [..., P, D].
+
+    Returns:
+        [..., R].
+    """
+    a, b = (k[..., c].double() for c in rotary.channels(torch.arange(rotary.pairs)))
+    z = torch.complex(a, b)
+    phase = torch.outer(torch.arange(k.shape[-2]), speeds.double())
+    turn = torch.polar(torch.ones_like(phase), phase)
+    squares = []
+    for rest in (z, z - (z / turn).mean(-2, keepdim=True) * turn):
+        x = torch.view_as_real(rest)
+        low = x.amin(-3)
+        squares.append((x.amax(-3) - low + low.abs() / 128).pow(2).sum(-1))
+    return squares[0] - squares[1]
+
+
 def mean_sizes(layout: RecordLayout, records: torch.Tensor) -> torch.Tensor:
     """Return |first| + |second| of the mean at each element of K that it is added to.
 
