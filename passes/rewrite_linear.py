@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,37 +37,51 @@ class RewriteLinear:
         if not options.gemv or not program.plans:
             return
         specs: list[LinearSpec] = []
+        refused: Counter[str] = Counter()
         for node in program.graph.find_nodes(
             op="call_function", target=torch.ops.aten.linear.default
         ):
-            if not _has_few_rows(node):
+            if reason := _refusal(node):
+                refused[reason] += 1
                 continue
             node.target = LINEAR
             node.args = (*node.args, *[None] * (3 - len(node.args)))
             specs.append(LinearSpec(isa=options.isa, dtype=EXACT_FORMATS[node.meta["val"].dtype]))
-        if not specs:
-            return
         program.kernels += tuple(KernelUse(None, "linear", s) for s in dict.fromkeys(specs))
-        reason = f"linears of few rows that read their weights in order: {len(specs)}"
-        program.remarks.append(Remark("passed", "KVC410", self.name, "", "", reason))
+        if specs or refused:
+            reason = f"linears of few rows that read their weights in order: {len(specs)}"
+            for why, count in refused.items():
+                reason += f"; left as they are, {why}: {count}"
+            program.remarks.append(Remark("passed", "KVC410", self.name, "", "", reason))
 
 
-def _has_few_rows(node: fx.Node) -> bool:
-    """Whether a `linear` is one that the kernel takes; more rows than expected run as before."""
+def _refusal(node: fx.Node) -> str | None:
+    """Return why the kernel cannot take a `linear`, or is no gain, or None.
+
+    What it takes may have more rows than this graph's example: they run as before.
+    """
     operands = [n for n in node.args if isinstance(n, fx.Node)]
     if any(n.meta.get(IS_HANDLE) for n in operands):
-        return False  # a tensor subclass, such as quantized weights, knows better
+        return "operands of a tensor subclass"  # such as quantized weights, which know better
     x, weight, *bias = (n.meta["val"] for n in operands)
     out = node.meta["val"]
+    if not 0 < _rows(x) <= MOST_ROWS:
+        return f"not 1 to {MOST_ROWS} rows"
+    if any(t.dtype != out.dtype for t in (x, weight, *bias)):
+        return "operands of several dtypes"
+    if out.dtype not in EXACT_FORMATS:
+        return f"results of {out.dtype}"
+    if x.device.type != "cpu":
+        return f"operands on {x.device.type}"
     if any(b.shape != weight.shape[:1] for b in bias):
-        return False
-    same = all(t.dtype == out.dtype for t in (x, weight, *bias))
-    if not same or out.dtype not in EXACT_FORMATS or weight.dim() != 2 or x.device.type != "cpu":
-        return False
-    if not all(isinstance(size, int) for size in (*weight.shape, *weight.stride())):
-        return False
-    in_order = weight.stride() == (weight.shape[1], 1)
-    return in_order and weight.numel() >= SMALLEST_WEIGHT and 0 < _rows(x) <= MOST_ROWS
+        return "a bias that is broadcast"
+    if weight.dim() != 2 or weight.stride() != (weight.shape[1], 1):
+        return "weights that do not lie in order"
+    if not all(isinstance(size, int) for size in weight.shape):
+        return "weights of symbolic size"
+    if weight.numel() < SMALLEST_WEIGHT:
+        return f"weights of fewer than {SMALLEST_WEIGHT:,} numbers"
+    return None
 
 
 def _rows(x: torch.Tensor) -> int:

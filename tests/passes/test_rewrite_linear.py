@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 from kvcompile.passes.base import PassOptions
 from kvcompile.passes.ir.ops import LINEAR
+from kvcompile.passes.ir.program import Program
 from tests.support.attentions import Sdpa
-from tests.support.programs import Pair, calls, capture, codes, past
+from tests.support.programs import Pair, calls, capture, past
 
 OPTIONS = PassOptions(isa="avx512")
 WIDE = 256
@@ -43,13 +45,20 @@ def step(rows: int, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[An
     return x, k, v, pair
 
 
+def about(program: Program) -> list[str]:
+    """Return what the pass says of a graph."""
+    return [remark.reason for remark in program.remarks if remark.code == "KVC410"]
+
+
 def linears(model: torch.nn.Module, *inputs: Any, options: PassOptions = OPTIONS) -> list[str]:
     program, _ = capture(model.requires_grad_(False), *inputs, options=options)
     names = [name for name in calls(program) if "linear" in name]
     rewritten = names.count(str(LINEAR))
-    assert ("KVC410" in codes(program)) == bool(rewritten)
     kernels = [use.spec.symbol for use in program.kernels if use.role == "linear"]
     assert len(kernels) == bool(rewritten)
+    said = [int(n) for remark in about(program) for n in re.findall(r": (\d+)", remark)]
+    assert said == [] or (said[0], sum(said)) == (rewritten, len(names))
+    assert bool(said) == (options.gemv and bool(program.plans))
     return names
 
 
@@ -82,9 +91,19 @@ def test_a_bias_that_broadcasts_is_left_alone() -> None:
     assert names == ["aten.linear.default", str(LINEAR), "aten.linear.default"]
 
 
+def test_the_reason_is_said() -> None:
+    model = Layer(in_order=False).requires_grad_(False)
+    program, _ = capture(model, *step(1, 1), options=OPTIONS)
+    assert about(program) == [
+        "linears of few rows that read their weights in order: 1; "
+        "left as they are, weights that do not lie in order: 1; "
+        "left as they are, weights of fewer than 65,536 numbers: 1"
+    ]
+
+
 def test_a_graph_that_stays_as_it_is_is_left_alone() -> None:
     program, _ = capture(torch.nn.Linear(WIDE, WIDE).requires_grad_(False), torch.randn(1, WIDE))
-    assert "KVC410" not in codes(program)
+    assert not about(program)
     assert calls(program) == ["aten.linear.default"]
 
 

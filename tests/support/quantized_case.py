@@ -76,16 +76,12 @@ class QuantizedCase(Case):
             seed: Decides where the pages lie.
             first_byte: How many bytes of each kind of pages come before those of this store.
         """
-        layout = self.layout(residual)
-        assert layout.window is not None
-        full = [layout.window.full_pages(k.shape[2] - start, self.page_size) for start in starts]
         return QuantizedFakeStore(
-            layout,
+            self.layout(residual),
             k,
             v,
             starts=starts,
-            quantized=full,
-            ring_from=[max(0, pages - pending) for pages in full],
+            pending=pending,
             seed=seed,
             first_byte=first_byte,
             rotary_table=angles(self.rotary, self.page_size),
