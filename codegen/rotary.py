@@ -9,8 +9,8 @@ the range by up to 1/128 of the bias.
 So the tokens of a page are turned back to its first token, pair by pair, and averaged. The means of
 the pairs whose ranges shrink most without them are kept in the record, and each is turned forth
 again and subtracted. What is left is quantized. A score is the product of the query with both, and
-adding the mean back is as exact as any fp32 sum. Where angles do not fit the keys no range shrinks,
-and nothing is subtracted.
+adding the mean back is as exact as any fp32 sum. Where there is no bias, or angles do not fit the
+keys, ranges hardly shrink, and nothing is subtracted.
 
 A mean is two fp32 numbers of 12 significant bits, like the cosines: their products are exact. The
 number of the pair lies in the bits that are free. Means that are not needed are zeros, at the end.
@@ -40,6 +40,11 @@ LARGEST_MEAN = 2.0**127
 
 MINIMUM_UNIT = 2.0**-7
 """By this part of a minimum its rounding may widen a range."""
+
+LEAST_GAIN = 2.0**-2
+"""By this part the squared ranges of a pair shrink at least, or its mean is not worth reading.
+
+The mean of P keys without a bias is 1/sqrt(P) of one of them, and takes less than that off."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ def separate_mean(
         _span(y, has_minimum=has_minimum) ** 2 + _span(z, has_minimum=has_minimum) ** 2
         for y, z in ((a, b), (a - forth[0], b - forth[1]))
     )
-    gain = torch.where(before - after > 0, before - after, 0.0)
+    gain = torch.where(before - after > LEAST_GAIN * before, before - after, 0.0)
     order = gain.sort(stable=True, dim=-1, descending=True).indices
     pairs = order[..., : rotary.means]
     kept = gain.gather(-1, pairs) > 0

@@ -9,7 +9,7 @@ from kvcompile.codegen.cpu.panels import switch_rows
 from kvcompile.codegen.cpu.shape import AttendShape
 from kvcompile.codegen.cpu.text import join_sections, render
 from kvcompile.codegen.layout import RecordLayout
-from kvcompile.codegen.rotary import MINIMUM_UNIT
+from kvcompile.codegen.rotary import LEAST_GAIN, MINIMUM_UNIT
 
 MEAN = """
 // ---- the turning mean of K: of up to $means pairs of channels, two fp32 numbers of 12 significant
@@ -94,7 +94,8 @@ static void separate_mean(float* x /* [P][$channels] */, const float* rotary, ui
       b[t] -= v * cos[t] + u * sin[t];
     }
     const float difference = before - (span(a) + span(b));
-    first[pair] = u, second[pair] = v, gain[pair] = difference > 0 ? difference : 0.0f;
+    first[pair] = u, second[pair] = v, gain[pair] = 0;
+    if (difference > $least_gain * before) gain[pair] = difference;
   }
   memset(means, 0, $mean_bytes);
   for (int n = 0; n < $means; ++n) {
@@ -204,7 +205,9 @@ def separate_text(layout: RecordLayout) -> str:
     if format_.has_minimum:
         span = f"high - low + std::fabs(low) * {MINIMUM_UNIT}f"
     channels = format_.channels(layout.part("k"))
-    separate = render(SEPARATE, channels=channels, span=span, **literals)
+    separate = render(
+        SEPARATE, channels=channels, span=span, least_gain=f"{LEAST_GAIN}f", **literals
+    )
     return join_sections(render(MEAN, **literals), separate)
 
 

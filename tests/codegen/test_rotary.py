@@ -87,19 +87,26 @@ def test_the_pairs_that_gain_most_are_chosen() -> None:
     assert torch.equal(touched[:32], touched[32:])
 
 
-def test_without_a_minimum_a_bias_that_stands_still_counts_as_much_as_one_that_turns() -> None:
-    """A minimum takes it in, but for its rounding: little is gained, and small biases go first."""
+def test_a_bias_that_hardly_turns_is_left_to_a_minimum_unless_it_is_huge() -> None:
+    """A minimum takes it in, but for its rounding: 1/128 of the bias, beside a range of about 5."""
     rotary = Rotary(64)
     torch.manual_seed(0)
-    k = torch.randn(PAGE, DIM)
-    k[:, 31] += 20
-    alone, _ = split(rotary, k)
-    assert alone[:, 31].abs().max() < 5, "the rounding of the minimum is saved"
-    k = turn_pairs(k, dict.fromkeys(range(MEANS), 4.0))
-    assert not split(rotary, k)[1][:, 31].any()
-    left, mean = split(rotary, k, has_minimum=False)
-    assert mean[:, 31].abs().min() > 15
-    assert left[:, 31].abs().max() < 5
+    for size, with_minimum in ((20, False), (400, True)):
+        k = turn_pairs(torch.randn(PAGE, DIM), {31: size})
+        for has_minimum, kept in ((True, with_minimum), (False, True)):
+            left, mean = split(rotary, k, has_minimum=has_minimum)
+            assert (mean[:, 31].abs().min() > 0.9 * size) == kept
+            assert (left[:, 31].abs().max() < 5) == kept
+
+
+@pytest.mark.parametrize("page_size", [32, 64, 128])
+def test_keys_without_a_bias_keep_hardly_any_mean(page_size: int) -> None:
+    rotary = Rotary(64)
+    torch.manual_seed(page_size)
+    k = torch.randn(500, page_size, DIM)
+    for has_minimum in (True, False):
+        _, mean = split(rotary, k, has_minimum=has_minimum)
+        assert mean[:, 0].ne(0).double().mean() < 0.01
 
 
 def test_the_keys_of_the_caller_stay_as_they_are() -> None:
