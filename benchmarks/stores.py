@@ -151,6 +151,10 @@ def paged_format(
     return PagedFormat(request.label, layout, found)
 
 
+BIAS = 8.0
+"""Length of the bias of K in each pair of channels; the keys' own is about 1."""
+
+
 def with_mean(paged: PagedFormat) -> PagedFormat:
     """Return a format of quantized keys as it is for a model whose keys have a bias."""
     layout = replace(paged.layout, rotary=Rotary(paged.layout.head_dim_qk // 2 * 2))
@@ -215,10 +219,21 @@ def _filled(
         angles = None
         if layout.rotary is not None:
             pairs = layout.rotary.pairs
-            angles = rotary_table(10000.0 ** -(torch.arange(pairs) / pairs), layout.page_size)
+            speeds = 10000.0 ** -(torch.arange(pairs) / pairs)
+            angles = rotary_table(speeds, layout.page_size)
+            layer = replace(layer, k=_biased(layer.k, speeds))
         store = QuantizedStore(
             layout, heads, dtype, "cpu", (arena, exact), batch=batch, rotary_table=angles
         )
     store.append(layer.k, layer.v, 0)
     store.commit(setting.context)
     return store
+
+
+def _biased(k: torch.Tensor, speeds: torch.Tensor) -> torch.Tensor:
+    """Return keys [B, K, T, D] with a bias in all pairs that turn: a page keeps all it can."""
+    phase = torch.outer(torch.arange(k.shape[2]), speeds)
+    turned = BIAS * torch.cat([phase.cos(), phase.sin()], -1)
+    return torch.cat([k[..., : 2 * len(speeds)] + turned, k[..., 2 * len(speeds) :]], -1).to(
+        k.dtype
+    )

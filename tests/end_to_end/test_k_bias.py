@@ -166,8 +166,8 @@ def test_the_report_counts_the_angles_once() -> None:
     assert tables[True] - tables[False] == angles
 
 
-APART = {"inner_backend": "eager", "kv_cache_dtype": "int4"}
-WITHIN = {**APART, "separate_k_bias": False}
+APART: dict[str, Any] = {"inner_backend": "eager", "kv_cache_dtype": "int4"}
+WITHIN: dict[str, Any] = {**APART, "separate_k_bias": False}
 
 
 def test_weights_and_angles_are_those_of_the_call() -> None:
