@@ -94,8 +94,8 @@ static inline void accumulate(const Chunk& chunk, const Weights& w, int block, i
           const quads h = splat_quad(ph + r * $stride + f * $field + i * 4);
           const quads l = splat_quad(pl + r * $stride + f * $field + i * 4);
           UNROLL for (int j = 0; j < VECS; ++j) {
-            dot(high[r][j], h, codes[j]);
-            dot(low[r][j], l, codes[j]);
+            high[r][j] = dot(high[r][j], h, codes[j]);
+            low[r][j] = dot(low[r][j], l, codes[j]);
           }
         }
       }

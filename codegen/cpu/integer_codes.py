@@ -104,10 +104,12 @@ static inline quads splat_quad(const uint8_t* p) {
   memcpy(&quad, p, 4);
   return _mm512_set1_epi32(quad);
 }
-// sum[lane] += the dot product of unsigned bytes u and signed bytes s. The intrinsic would do, but
-// GCC keeps two registers for each sum of a loop then, and spills.
-static inline void dot(quads& sum, quads u, quads s) {
+// sum[lane] + the dot product of unsigned bytes u and signed bytes s. The intrinsic would do, but
+// GCC keeps two registers for each sum of a loop then, and spills. Taken and returned by value: a
+// sum whose address is taken by assembly stays in memory.
+static inline quads dot(quads sum, quads u, quads s) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "v"(s));
+  return sum;
 }
 static inline vec to_float(quads x) { return _mm512_cvtepi32_ps(x); }
 static inline quads round_nearest(vec x) { return _mm512_cvtps_epi32(x); }

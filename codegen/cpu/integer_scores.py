@@ -65,7 +65,7 @@ static inline void round_channels(FoldedQuery& folded, int r, int c, quads& coun
     x[j] = round_nearest(mul(load(scaled + j * 16), splat(folded.inverse[r])));
   const quads first = _mm512_packs_epi32(x[0], x[1]), last = _mm512_packs_epi32(x[2], x[3]);
   const quads bytes = ordered(_mm512_packs_epi16(first, last));
-  dot(count, _mm512_set1_epi8(1), bytes);
+  count = dot(count, _mm512_set1_epi8(1), bytes);
   _mm512_store_si512(folded.q8 + r * $q8_stride + c, bytes);
 }
 
@@ -104,7 +104,8 @@ static inline void tile_scores(const uint8_t* record, int tile, const FoldedQuer
       UNROLL for (int t = 0; t < TILES; ++t) codes[t] = k_codes(record, tile + t, at, f);
       UNROLL for (int r = 0; r < ROWS; ++r) {
         const quads x = splat_quad(folded.q8 + r * $q8_stride + f * $field + at * 4);
-        UNROLL for (int t = 0; t < TILES; ++t) dot(sum[r][t][step % CHAINS], codes[t], x);
+        UNROLL for (int t = 0; t < TILES; ++t)
+          sum[r][t][step % CHAINS] = dot(sum[r][t][step % CHAINS], codes[t], x);
       }
     }
   }

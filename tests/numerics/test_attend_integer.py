@@ -259,7 +259,7 @@ def test_threads_and_places_do_not_matter() -> None:
 
 
 MUTATIONS = {
-    "low bytes forgotten": ("dot(low[r][j], l, codes[j]);", ""),
+    "low bytes forgotten": ("low[r][j] = dot(low[r][j], l, codes[j]);", ""),
     "another centre": ("splat(folded.delta[r] * -7.5f)", "splat(folded.delta[r] * -8.0f)"),
     "queries of 7 bits": ("inverse_step(most, 127.0f)", "inverse_step(most, 126.0f)"),
     "one group of channels for all": ("+ group * ", "+ 0 * "),
