@@ -35,6 +35,9 @@ aten = torch.ops.aten
 
 _UNTRACKED = object()
 
+_PLACES = (operator, torch, torch.nn.functional, torch._C._nn)
+"""Where functions are that Dynamo leaves as they are, and whose names are those of operators."""
+
 _SEEN_BY_DYNAMO = (
     aten.add,
     aten.cat,
@@ -102,9 +105,20 @@ class Canonicalize:
                 after.meta["tensor_dict"] = before.meta["tensor_dict"]
         for node in retraced.graph.nodes:
             node.meta.pop("tensor_meta", None)
+        _refuse_fake_constants(retraced)
         retraced.graph.eliminate_dead_code(is_impure)
         retraced.recompile()
         program.module = retraced
+
+
+def _refuse_fake_constants(module: fx.GraphModule) -> None:
+    """Raise if tensors that were made on the way became constants: they have no values.
+
+    Function transforms, `vmap` among them, hide what they do from a trace before dispatch.
+    """
+    for node in module.graph.find_nodes(op="get_attr"):
+        if isinstance(operator.attrgetter(str(node.target))(module), FakeTensor):
+            raise ValueError(f"the trace lost how {node.target} is computed (torch.func, vmap?)")
 
 
 @contextmanager
@@ -139,6 +153,7 @@ class _Retrace(fx.Interpreter):
     """
 
     module: fx.GraphModule
+    node: fx.Node | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         self.regions: list[torch.autocast] = []
@@ -165,7 +180,7 @@ class _Retrace(fx.Interpreter):
         the same: a node that is composed of several operators, results that stand for a handle,
         constants that a later `item()` may ask for, autocast, which chooses dtypes.
         """
-        known = self.node.meta.get("example_value")
+        known = self.node.meta.get("example_value") if self.node else None
         mode = proxy_tensor.get_proxy_mode()
         if (
             type(known) is not FakeTensor
@@ -182,6 +197,7 @@ class _Retrace(fx.Interpreter):
         call_args, call_kwargs = tree_unflatten(proxies, spec)
         name = tracer.graph._target_to_str(op._opname)
         node = tracer.create_proxy("call_function", op, call_args, call_kwargs, name=name)
+        self.node = None  # what the call does besides is not this operator
         return proxy_tensor.track_tensor_tree(known, node, constant=None, tracer=tracer)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -209,20 +225,32 @@ def _proxy_of(leaf: object, tracer: proxy_tensor.PythonKeyTracer) -> object:
     return leaf
 
 
-def _operator(call: fx.Node) -> str:
-    """Return the name of the ATen operator that a captured call is, if it is one alone."""
+def _operator(call: fx.Node | None) -> str | None:
+    """Return the name of the ATen operator that a captured call is, if it is one alone.
+
+    A function of the user's may bear the name of an operator and call it on the way.
+    """
+    if call is None:
+        return None
     if call.target is operator.getitem:
         match call.args[1]:
             case (builtins.Ellipsis, slice()):
                 return "slice"
-    return str(getattr(call.target, "__name__", call.target))
+    if call.op == "call_method":
+        return str(call.target)
+    name = str(getattr(call.target, "__name__", ""))
+    is_torchs = any(getattr(place, name, None) is call.target for place in _PLACES)
+    return name if is_torchs else None
 
 
 def _reshapes_in_place(call: fx.Node) -> bool:
     """Whether a call changes the shape or the strides of its argument: `t_`, `unsqueeze_`, ..."""
-    packet = getattr(aten, _operator(call), None) if call.op.startswith("call") else None
-    return packet is not None and any(
-        torch.Tag.inplace_view in getattr(packet, name).tags for name in packet.overloads()
+    if isinstance(call.target, torch._ops.OpOverload):
+        return torch.Tag.inplace_view in call.target.tags
+    name = getattr(call.target, "__name__", call.target)
+    packet = getattr(aten, str(name), None) if call.op.startswith("call") else None
+    return isinstance(packet, torch._ops.OpOverloadPacket) and any(
+        torch.Tag.inplace_view in getattr(packet, overload).tags for overload in packet.overloads()
     )
 
 

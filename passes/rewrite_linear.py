@@ -73,12 +73,14 @@ def _refusal(node: fx.Node) -> str | None:
         return f"results of {out.dtype}"
     if x.device.type != "cpu":
         return f"operands on {x.device.type}"
+    # Comparing symbolic sizes would add a guard.
+    sizes = [n for t in (weight, *bias) for n in (*t.shape, *t.stride())]
+    if not all(isinstance(n, int) for n in sizes):
+        return "weights of symbolic size"
     if any(b.shape != weight.shape[:1] for b in bias):
         return "a bias that is broadcast"
     if weight.dim() != 2 or weight.stride() != (weight.shape[1], 1):
         return "weights that do not lie in order"
-    if not all(isinstance(size, int) for size in weight.shape):
-        return "weights of symbolic size"
     if weight.numel() < SMALLEST_WEIGHT:
         return f"weights of fewer than {SMALLEST_WEIGHT:,} numbers"
     return None

@@ -18,7 +18,7 @@ from kvcompile.codegen.rotary import (
     rotary_table,
     separate_mean,
 )
-from tests.support.rotary import angles, frequencies, gains, turning
+from tests.support.rotary import angles, frequencies, gains, mean_sizes, turning
 
 ROTARIES = [Rotary(64), Rotary(32, interleaved=True), Rotary(6)]
 PAGE, DIM = 64, 64
@@ -107,6 +107,19 @@ def test_keys_without_a_bias_keep_hardly_any_mean(page_size: int) -> None:
     for has_minimum in (True, False):
         _, mean = split(rotary, k, has_minimum=has_minimum)
         assert mean[:, 0].ne(0).double().mean() < 0.01
+
+
+def test_a_mean_of_the_first_pair_counts_beside_empty_places() -> None:
+    """Empty places look like means of length 0 of pair 0."""
+    rotary = Rotary(64)
+    layout = RecordLayout(
+        "int4", "int4", DIM, DIM, PAGE, window=Window("fp32", 4, 64), rotary=rotary
+    )
+    torch.manual_seed(0)
+    k = turn_pairs(torch.randn(PAGE, DIM), {0: 50.0})
+    sizes = mean_sizes(layout, layout.pack(k, k, angles(rotary, PAGE)))
+    assert sizes[:, [0, 32]].min() > 45
+    assert not sizes[:, 1:32].any()
 
 
 def test_the_keys_of_the_caller_stay_as_they_are() -> None:

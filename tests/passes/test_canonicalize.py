@@ -97,7 +97,30 @@ def test_shapes_that_change_in_place() -> None:
         z.t_()
         return linear((y.sum(0) + z.t()) * x, WEIGHT)
 
-    assert _products(step, torch.randn(5, 8)) == 1
+    def overload(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        torch.ops.aten.unsqueeze_.default(y, 0)
+        return linear(torch.einsum("abc->bc", y), WEIGHT)
+
+    for function in (step, overload):
+        assert _products(function, torch.randn(5, 8)) == 1
+
+
+def mul(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Bears the name of an operator, and is more."""
+    y = torch.mul(x, factor)
+    return y.t().reshape(y.shape[1], y.shape[0])
+
+
+def test_a_function_with_the_name_of_an_operator() -> None:
+    torch.compiler.allow_in_graph(mul)
+    assert _products(lambda x: linear(mul(x, 2.0).t(), WEIGHT), torch.randn(5, 8)) == 1
+
+
+def test_what_a_trace_would_lose_is_refused() -> None:
+    """The results of `vmap` would be constants, and tensors without values."""
+    with pytest.raises(Exception, match="vmap"):
+        _products(lambda x: torch.vmap(lambda row: linear(row, WEIGHT))(x), torch.randn(5, 8))
 
 
 def test_numbers_among_the_operands() -> None:

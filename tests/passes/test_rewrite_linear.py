@@ -101,6 +101,27 @@ def test_the_reason_is_said() -> None:
     ]
 
 
+def test_weights_of_symbolic_size_are_left_alone_without_a_guard() -> None:
+    """The length of the past is one of them here."""
+
+    class Scored(Layer):
+        table = torch.randn(64, 1001)
+
+        def forward(self, x: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pair: Pair) -> Any:
+            tokens = pair[0].shape[2]
+            scores = torch.nn.functional.linear(x[..., :tokens], self.table[:, :tokens])
+            return super().forward(x, k, v, pair), scores
+
+    model = Scored().requires_grad_(False)
+    program, _ = capture(model, *step(1, 1), options=OPTIONS)
+    assert "weights of symbolic size: 1" in about(program)[0]
+    (length, *_) = (
+        n.meta["val"] for n in program.placeholders if isinstance(n.meta["val"], torch.SymInt)
+    )
+    guards = [str(guard.expr) for guard in length.node.shape_env.guards]
+    assert not any("1001" in guard for guard in guards), "nothing was compared with the stride"
+
+
 def test_a_graph_that_stays_as_it_is_is_left_alone() -> None:
     program, _ = capture(torch.nn.Linear(WIDE, WIDE).requires_grad_(False), torch.randn(1, WIDE))
     assert not about(program)

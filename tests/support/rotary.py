@@ -73,5 +73,5 @@ def mean_sizes(layout: RecordLayout, records: torch.Tensor) -> torch.Tensor:
     size = (words & ~0xFFF).view(torch.float32).abs().sum(-1)
     for channel in layout.rotary.channels((words[..., 0] & 0xFFF).long()):
         index = channel[..., None, :].expand(*channel.shape[:-1], layout.page_size, -1)
-        sizes.scatter_(-1, index, size[..., None, :].expand(index.shape))
+        sizes.scatter_add_(-1, index, size[..., None, :].expand(index.shape))
     return sizes
