@@ -16,7 +16,7 @@ from benchmarks.arguments import DTYPES
 from kvcompile.backend import pass_options
 from kvcompile.codegen.formats.integer import IntegerFormat
 from kvcompile.codegen.layout import RecordLayout
-from kvcompile.codegen.rotary import Rotary, rotary_table
+from kvcompile.codegen.rotary import Rotary
 from kvcompile.codegen.spec import Compute
 from kvcompile.format_requests import FormatRequest
 from kvcompile.options import OptionError, parse_options
@@ -24,6 +24,7 @@ from kvcompile.passes.plan_formats import plan_layout
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.quantized_store import QuantizedStore
 from kvcompile.runtime.store import PagedStore
+from tests.support.rotary import angles, frequencies
 
 MOST_LAYERS = 30
 COLD_BYTES = 512 << 20
@@ -216,14 +217,11 @@ def _filled(
     if exact is None:
         store = PagedStore(layout, heads, dtype, "cpu", arena, batch=batch)
     else:
-        angles = None
         if layout.rotary is not None:
-            pairs = layout.rotary.pairs
-            speeds = 10000.0 ** -(torch.arange(pairs) / pairs)
-            angles = rotary_table(speeds, layout.page_size)
-            layer = replace(layer, k=_biased(layer.k, speeds))
+            layer = replace(layer, k=_biased(layer.k, frequencies(layout.rotary)))
+        table = angles(layout.rotary, layout.page_size)
         store = QuantizedStore(
-            layout, heads, dtype, "cpu", (arena, exact), batch=batch, rotary_table=angles
+            layout, heads, dtype, "cpu", (arena, exact), batch=batch, rotary_table=table
         )
     store.append(layer.k, layer.v, 0)
     store.commit(setting.context)

@@ -105,8 +105,8 @@ class Canonicalize:
                 after.meta["tensor_dict"] = before.meta["tensor_dict"]
         for node in retraced.graph.nodes:
             node.meta.pop("tensor_meta", None)
-        _refuse_fake_constants(retraced)
         retraced.graph.eliminate_dead_code(is_impure)
+        _refuse_fake_constants(retraced)
         retraced.recompile()
         program.module = retraced
 
@@ -174,13 +174,15 @@ class _Retrace(fx.Interpreter):
         """Record an operator as one node whose value is the one that Dynamo found.
 
         Dynamo has run this very call on fakes of the same mode. Running it again, with what it is
-        composed of, was two thirds of a trace over symbolic sizes.
+        composed of, was a third to nearly half of a trace over symbolic sizes.
 
         Returns `NotImplemented`, which makes make_fx run the operator, where the call may not be
         the same: a node that is composed of several operators, results that stand for a handle,
         constants that a later `item()` may ask for, autocast, which chooses dtypes.
         """
-        known = self.node.meta.get("example_value") if self.node else None
+        if self.node is None:
+            return NotImplemented
+        known = self.node.meta.get("example_value")
         mode = proxy_tensor.get_proxy_mode()
         if (
             type(known) is not FakeTensor
@@ -225,13 +227,11 @@ def _proxy_of(leaf: object, tracer: proxy_tensor.PythonKeyTracer) -> object:
     return leaf
 
 
-def _operator(call: fx.Node | None) -> str | None:
+def _operator(call: fx.Node) -> str | None:
     """Return the name of the ATen operator that a captured call is, if it is one alone.
 
     A function of the user's may bear the name of an operator and call it on the way.
     """
-    if call is None:
-        return None
     if call.target is operator.getitem:
         match call.args[1]:
             case (builtins.Ellipsis, slice()):

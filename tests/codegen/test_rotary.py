@@ -60,9 +60,9 @@ def test_what_is_left_and_the_mean_are_the_keys(rotary: Rotary) -> None:
     assert not touched[..., rotary.dim :].any()
 
 
-def turn_pairs(k: torch.Tensor, sizes: dict[int, float]) -> torch.Tensor:
+def turn_pairs(k: torch.Tensor, sizes: dict[int, float], pace: float = 1.0) -> torch.Tensor:
     """Return keys [P, 64] with a bias of these sizes in some pairs of `Rotary(64)`."""
-    k, speeds = k.clone(), frequencies(Rotary(64))
+    k, speeds = k.clone(), pace * frequencies(Rotary(64))
     for pair, size in sizes.items():
         phase = speeds[pair] * torch.arange(len(k))
         k[:, pair] += size * phase.cos()
@@ -140,11 +140,7 @@ def test_what_does_not_turn_as_it_should_is_left_alone() -> None:
     table = angles(rotary, PAGE)
     assert table is not None
     still = noise + 100 * torch.randn(DIM)
-    slower, speeds = noise.clone(), frequencies(rotary) / 8
-    for pair in range(0, 32, 8):
-        phase = speeds[pair] * torch.arange(PAGE)
-        slower[:, pair] += 100 * phase.cos()
-        slower[:, pair + 32] += 100 * phase.sin()
+    slower = turn_pairs(noise, dict.fromkeys(range(0, 32, 8), 100.0), pace=1 / 8)
     for k in (still, slower):
         for name in ("int4", "fp8"):
             errors = []
