@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from kvcompile.codegen.state import STATE_WORDS
 from kvcompile.passes.base import PassOptions, missed, passed
 from kvcompile.passes.canonicalize import IS_HANDLE, is_impure
-from kvcompile.passes.ir.ops import APPEND, ATTEND
+from kvcompile.passes.ir.ops import APPEND, APPEND_ATTEND
 from kvcompile.passes.ir.program import Binding, Program, SizeSource, StateBinding
 from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.ir.stage import Stage
@@ -95,19 +95,15 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
         k, v = _heads_first(stream.k), _heads_first(stream.v)
         mask = _mask(site)
     state = _state_placeholder(program, site, stream)
-    position = stream.k.position
-    # A static cache may be filled anew from position 0, with another padding.
-    learns_padding = mask if stream.is_static or not stream.has_past else None
     with program.graph.inserting_before(site.out):
-        program.graph.call_function(
-            APPEND,
-            (k, v, state, past_len, position, learns_padding, stream.has_past),
-        )
         out: fx.Node | None = None
         if stream.has_past:
-            out = _attend(program, site, stream, state, past_len, mask)
-        elif fresh_static:
-            out = _attend_new(program, site, k, v, mask)
+            out = _append_attend(program, site, stream, (k, v, state, past_len), mask)
+        else:
+            # A static buffer that is only written has no past, and yet says where it is written.
+            program.graph.call_function(APPEND, (k, v, state, past_len, stream.k.position, mask))
+            if fresh_static:
+                out = _attend_new(program, site, k, v, mask)
     if out is not None:
         out.meta = {key: val for key, val in site.out.meta.items() if key != "from_node"}
         site.out.replace_all_uses_with(out)
@@ -138,15 +134,15 @@ def _follow(program: Program, before: fx.Node, after: fx.Node) -> None:
     )
 
 
-def _attend(
+def _append_attend(
     program: Program,
     site: AttentionSite,
     stream: CacheStream,
-    state: fx.Node,
-    past_len: fx.node.Argument,
+    appended: tuple[fx.Node, fx.Node, fx.Node, fx.node.Argument],
     mask: fx.Node | None,
 ) -> fx.Node:
-    """Insert the attention over the store."""
+    """Insert the attention over the store; `appended` is K, V, the state and the past length."""
+    past_len = appended[3]
     new_len = _size(program, stream.k.new, stream.k.token_dim)
     kv_len: fx.node.Argument
     if stream.is_static:
@@ -155,20 +151,8 @@ def _attend(
         kv_len = past_len + new_len
     else:
         kv_len = _sum(program, past_len, new_len)
-    return program.graph.call_function(
-        ATTEND,
-        (
-            site.q,
-            state,
-            past_len,
-            stream.k.position,
-            mask,
-            site.mask_kind == "causal",
-            site.scale,
-            kv_len,
-            site.head_dim_vo,
-        ),
-    )
+    how = (stream.k.position, mask, site.mask_kind == "causal", site.scale, kv_len)
+    return program.graph.call_function(APPEND_ATTEND, (site.q, *appended, *how))
 
 
 def _attend_new(

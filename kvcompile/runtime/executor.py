@@ -23,7 +23,7 @@ from kvcompile.runtime.claim import claim
 from kvcompile.runtime.errors import CacheKindError
 from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.quantized_store import QuantizedStore
-from kvcompile.runtime.store import PagedStore
+from kvcompile.runtime.store import PagedStore, store_kind
 
 
 class Executor:
@@ -49,6 +49,10 @@ class Executor:
         self._states = binding.states
         # The plan's node would keep the whole graph alive; the binding knows the input.
         self._plans = tuple(replace(program.plans[s.site], frequencies=None) for s in self._states)
+        self._kinds = tuple(
+            store_kind(p.layout, p.num_kv_heads, p.dtype, s.capacity is not None, s.token_dim)
+            for s, p in zip(self._states, self._plans, strict=True)
+        )
         self._users = _arena_users(self._plans)
         self._dense_inputs = _handles_that_stay(program)
 
@@ -75,8 +79,8 @@ class Executor:
         stores: list[PagedStore] = []
         with _claiming:
             try:
-                for state, plan in zip(self._states, self._plans, strict=True):
-                    store = self._store(state, plan, args, shared)
+                for i, state in enumerate(self._states):
+                    store = self._store(i, state, args, shared)
                     store.claimed, store.appended = True, store.length
                     stores.append(store)
             except BaseException:
@@ -108,14 +112,15 @@ class Executor:
         return tuple(outputs)
 
     def _store(
-        self, state: StateBinding, plan: StreamPlan, args: Sequence[Any], shared: _Shared
+        self, stream: int, state: StateBinding, args: Sequence[Any], shared: _Shared
     ) -> PagedStore:
         """Return the store that ends where the stream's past ends."""
+        plan, kind = self._plans[stream], self._kinds[stream]
         if state.k_input is None or state.v_input is None:
             return self._new_store(state, plan, args, shared)
         k, v = args[state.k_input], args[state.v_input]
         if isinstance(k, KVTensor) and isinstance(v, KVTensor):
-            if _fits(k.store, state, plan) and _fits(v.store, state, plan):
+            if _is_of(kind, k.store) and (v.store is k.store or _is_of(kind, v.store)):
                 return claim(k, v)
             if state.capacity is not None:
                 raise CacheKindError(
@@ -195,16 +200,8 @@ class _Shared:
         return self._angles[key]
 
 
-def _fits(store: PagedStore | None, state: StateBinding, plan: StreamPlan) -> bool:
-    """Whether a store is of the kind that the graph was compiled for."""
-    return (
-        store is not None
-        and (store.capacity is None) == (state.capacity is None)
-        and store.token_dim == state.token_dim
-        and store.dtype == plan.dtype
-        and store.num_kv_heads == plan.num_kv_heads
-        and (store.layout is plan.layout or store.layout == plan.layout)
-    )
+def _is_of(kind: tuple[object, ...], store: PagedStore | None) -> bool:
+    return store is not None and store.kind == kind
 
 
 _claiming = threading.Lock()

@@ -37,9 +37,9 @@ class KVTensor(PythonExits):
     store: PagedStore | None
     role: Role
     anchor: torch.Tensor
-    cell: DenseCell | None
+    cell: DenseCell | None = None
     _dynamo_weak_dynamic_indices: set[int]
-    _has_dynamo_dim_marking: bool
+    _has_dynamo_dim_marking = True
 
     # Python-level overrides are methods; everything else arrives in __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -62,14 +62,12 @@ class KVTensor(PythonExits):
         )
         # C++ code that reads the address gets an error instead of a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(handle)
-        handle.store, handle.role = store, role
-        handle.anchor, handle.cell = store.anchors[role], None
-        store.note(handle)
-        if store.capacity is None:
+        handle.store, handle.role, handle.anchor = store, role, store.anchors[role]
+        if store.dynamic_dims:
             # What torch._dynamo.maybe_mark_dynamic(handle, token_dim) sets, without its walk over
             # the inner tensors: sixty handles are made per decoding step.
-            handle._dynamo_weak_dynamic_indices = {store.token_dim}
-            handle._has_dynamo_dim_marking = True
+            handle._dynamo_weak_dynamic_indices = store.dynamic_dims
+        store.note(handle)
         return handle
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
@@ -90,7 +88,7 @@ class KVTensor(PythonExits):
         handle: KVTensor = torch.Tensor._make_wrapper_subclass(
             KVTensor, size, strides=stride, dtype=context, device=anchor.device
         )
-        handle.store, handle.role, handle.anchor, handle.cell = None, "k", anchor, None
+        handle.store, handle.role, handle.anchor = None, "k", anchor
         return handle
 
     def _stable_hash_for_caching(self) -> str:

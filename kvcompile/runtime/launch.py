@@ -73,12 +73,18 @@ def append(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_le
     new = k if k is not None else v
     if new is None:
         return
-    _append_of(store.layout, new.dtype)(store, k, v, past_len)
+    launcher = _appends.get((store.layout.symbol, new.dtype))
+    if launcher is None:
+        launcher = _new_append(store.layout, new.dtype)
+    launcher(store, k, v, past_len)
 
 
 def flush(store: Store, length: int) -> None:
     """Quantize the pages that `length` stored tokens have made old enough, from the ring alone."""
-    _append_of(store.layout, store.dtype)(store, None, None, length)
+    launcher = _appends.get((store.layout.symbol, store.dtype))
+    if launcher is None:
+        launcher = _new_append(store.layout, store.dtype)
+    launcher(store, None, None, length)
 
 
 def attend(
@@ -111,8 +117,9 @@ def attend(
         raise ValueError("attention is either causal or has a mask")
     else:
         rule = mask.dtype
-    group = q.shape[1] // store.num_kv_heads
-    key = (store.layout.symbol, q.dtype, group, rule, q.shape[2] == 1, store.compute)
+    _, heads, queries, _ = q.shape
+    group = heads // store.num_kv_heads
+    key = (store.layout.symbol, q.dtype, group, rule, queries == 1, store.compute)
     launcher = _attends.get(key)
     if launcher is None:
         launcher = _attends[key] = _new_attend(store, q, mask, causal=causal)
@@ -204,12 +211,11 @@ def remark(reason: str) -> None:
     )
 
 
-def _append_of(layout: RecordLayout, dtype: torch.dtype) -> Append:
-    launcher = _appends.get((layout.symbol, dtype))
-    if launcher is None:
-        kernel = _kernel(layout, dtype, "append")
-        launcher = torch_path.append if kernel is None else _append_launcher(kernel)
-        _appends[layout.symbol, dtype] = launcher
+def _new_append(layout: RecordLayout, dtype: torch.dtype) -> Append:
+    """Choose how tokens of this dtype are stored."""
+    kernel = _kernel(layout, dtype, "append")
+    launcher = torch_path.append if kernel is None else _append_launcher(kernel)
+    _appends[layout.symbol, dtype] = launcher
     return launcher
 
 
@@ -221,20 +227,23 @@ def _append_launcher(kernel: Kernel[KernelSpec]) -> Append:
         heads, new_len = store.num_kv_heads, 0
         k_part = v_part = _NOTHING
         if k is not None:
-            new_len = k.shape[2]
-            if k.shape != (store.batch, heads, new_len, k_dim):
-                raise ValueError(f"keys {tuple(k.shape)} do not fit {store!r}")
+            shape = k.shape
+            new_len = shape[2]
+            if shape != (store.batch, heads, new_len, k_dim):
+                raise ValueError(f"keys {tuple(shape)} do not fit {store!r}")
             k_part, k = _part(k)
         if v is not None:
-            if k is not None and (v.dtype != k.dtype or v.shape[2] != new_len):
-                raise ValueError(f"values {v.dtype} {tuple(v.shape)} do not go with the keys")
-            new_len = v.shape[2]
-            if v.shape != (store.batch, heads, new_len, v_dim):
-                raise ValueError(f"values {tuple(v.shape)} do not fit {store!r}")
+            shape = v.shape
+            if k is not None and (v.dtype != k.dtype or shape[2] != new_len):
+                raise ValueError(f"values {v.dtype} {tuple(shape)} do not go with the keys")
+            new_len = shape[2]
+            if shape != (store.batch, heads, new_len, v_dim):
+                raise ValueError(f"values {tuple(shape)} do not fit {store!r}")
             v_part, v = _part(v)
         state = store.state.data_ptr()
-        words = pack(state, *k_part, *v_part, heads, past_len, new_len, threads())
-        check(enter(words), kernel)
+        status = enter(pack(state, *k_part, *v_part, heads, past_len, new_len, threads()))
+        if status:
+            raise refusal(kernel, status)
 
     return launch
 
@@ -260,8 +269,9 @@ def _gather_launcher(kernel: Kernel[KernelSpec]) -> Gather:
         dense = torch.empty((store.batch, heads, stop - start, dims[role]), dtype=store.dtype)
         part, _ = _part(dense)
         parts = (*part, *_NOTHING) if role == "k" else (*_NOTHING, *part)
-        words = pack(store.state.data_ptr(), *parts, heads, start, stop, threads())
-        check(enter(words), kernel)
+        status = enter(pack(store.state.data_ptr(), *parts, heads, start, stop, threads()))
+        if status:
+            raise refusal(kernel, status)
         return dense
 
     return launch
@@ -308,9 +318,10 @@ def _attend_launcher(kernel: Kernel[KernelSpec], mask_dtype: torch.dtype | None)
         kv_len: int,
     ) -> torch.Tensor:
         kv_heads, batch = store.num_kv_heads, store.batch
-        heads, queries = group * kv_heads, q.shape[2]
-        if q.shape != (batch, heads, queries, k_dim) or queries > MOST_QUERIES:
-            raise ValueError(f"queries {tuple(q.shape)} do not fit {store!r}")
+        heads, shape = group * kv_heads, q.shape
+        queries = shape[2]
+        if shape != (batch, heads, queries, k_dim) or queries > MOST_QUERIES:
+            raise ValueError(f"queries {tuple(shape)} do not fit {store!r}")
         out = torch.empty_strided(
             (batch, heads, queries, v_dim),
             (queries * heads * v_dim, v_dim, heads * v_dim, 1),
@@ -337,7 +348,9 @@ def _attend_launcher(kernel: Kernel[KernelSpec], mask_dtype: torch.dtype | None)
             threads(),
             scale,
         )
-        check(enter(words), kernel)
+        status = enter(words)
+        if status:
+            raise refusal(kernel, status)
         return out
 
     return launch
@@ -368,7 +381,6 @@ def _mask_part(
     return (mask.data_ptr(), strides[0], strides[1], strides[2], strides[3])
 
 
-def check(status: int, kernel: Kernel[Any]) -> None:
-    """Raise ValueError for a kernel that refused its arguments."""
-    if status:
-        raise ValueError(f"{kernel.spec} rejects its arguments (status {status})")
+def refusal(kernel: Kernel[Any], status: int) -> ValueError:
+    """Return the error of a kernel that refused its arguments."""
+    return ValueError(f"{kernel.spec} rejects its arguments (status {status})")

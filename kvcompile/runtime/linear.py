@@ -69,7 +69,9 @@ def _launcher(dtype: torch.dtype) -> Linear:
             outputs,
             threads(),
         )
-        launch.check(enter(words), kernel)
+        status = enter(words)
+        if status:
+            raise launch.refusal(kernel, status)
         return out
 
     return launcher

@@ -1,4 +1,4 @@
-"""The operators that a rewritten graph calls: append, attend, materialize, linear.
+"""The operators that a rewritten graph calls: append, append_attend, materialize, linear.
 
 Those of a cache get a state tensor, find its store by word 7 and leave everything else to the
 store: a compiler may hand over a clone of the state tensor, whose addresses are out of date.
@@ -56,32 +56,45 @@ def _append(
     past_len: int,
     position: torch.Tensor | None,
     mask: torch.Tensor | None,
-    attends: bool = False,
 ) -> None:
     """Write K and V [B, K, S, D] at `position`, or else at `past_len`.
 
-    The first append of a store learns left padding from its mask. `attends` says that an attention
-    over the store follows.
+    An append from position 0 learns left padding from its mask.
     """
-    store = _store_of(state)
-    new_len = k.shape[2]
-    if not new_len:
-        return
+    if k.shape[2]:
+        _append_to(_store_of(state), k, v, state, past_len, position, mask, attends=False)
+
+
+def _append_to(
+    store: PagedStore,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    state: torch.Tensor,
+    past_len: int,
+    position: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    *,
+    attends: bool,
+) -> int:
+    """Append; return the position of the first new token."""
     if position is not None:
-        past_len = _first_position(position, new_len)
+        past_len = _first_position(position, k.shape[2])
     if mask is not None and past_len == 0:
         if position is not None:
-            check_unwritten(mask, new_len)
+            check_unwritten(mask, k.shape[2])
         store.truncate(0)
-        store.set_starts(learn_starts(mask, store.batch, new_len))
+        store.set_starts(learn_starts(mask, store.batch, k.shape[2]))
     store.append(k, v, past_len, attends=attends)
     if state.data_ptr() != store.state.data_ptr():
         # A compiler that clones what an operator mutates copies the clone back over the original.
         state.copy_(store.state)
+    return past_len
 
 
-def _attend(  # noqa: PLR0913 - the schema
+def _append_attend(  # noqa: PLR0913 - the schema
     q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     state: torch.Tensor,
     past_len: int,
     position: torch.Tensor | None,
@@ -89,12 +102,13 @@ def _attend(  # noqa: PLR0913 - the schema
     is_causal: bool,
     scale: float,
     kv_len: int,
-    head_dim_vo: int | None = None,
 ) -> torch.Tensor:
-    """Attend with q [B, H, S, Dk] over the tokens stored up to and including the new ones.
+    """Append K and V like `_append`, then attend with q over all tokens up to the new ones.
 
     Args:
-        q: Queries of the S tokens that were just appended.
+        q: Queries of the new tokens, [B, H, S, Dk].
+        k: [B, K, S, Dk].
+        v: [B, K, S, Dv].
         state: State of the store.
         past_len: Tokens before the new ones, unless `position` is given.
         position: int64[S], their positions.
@@ -102,19 +116,19 @@ def _attend(  # noqa: PLR0913 - the schema
         is_causal: PyTorch's flag: query s sees tokens 0 .. s.
         scale: Factor on the scores.
         kv_len: Columns of the mask; the capacity of a static cache.
-        head_dim_vo: Dv, for those who trace without a store; None if equal to Dk.
 
     Returns:
         [B, H, S, Dv], in memory [B, S, H, Dv].
     """
     store = _store_of(state)
-    new_len = q.shape[2]
+    new_len = k.shape[2]
     if not new_len:
         return q.new_empty(*q.shape[:3], store.layout.head_dim_vo)
+    past_len = _append_to(store, k, v, state, past_len, position, mask, attends=True)
     stored = past_len + new_len
     if position is not None:
         # A static buffer shows its later tokens too, as far as the mask lets it.
-        stored = max(_first_position(position, new_len) + new_len, store.length)
+        stored = max(stored, store.length)
     if mask is not None or store.is_padded or kv_len > stored:
         check_masks(store, mask, is_causal, stored, kv_len)
     if new_len <= MOST_QUERIES:
@@ -136,7 +150,7 @@ def _materialize(anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype)
 
 
 library.impl("append", _append, "CPU")
-library.impl("attend", _attend, "CPU")
+library.impl("append_attend", _append_attend, "CPU")
 library.impl("linear", linear, "CPU")
 library.impl("materialize", _materialize, "CPU")
 

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from kvcompile.runtime.handle import KVTensor
-from kvcompile.runtime.store import StoreBytes
+from kvcompile.runtime.store_bytes import StoreBytes
 
 if TYPE_CHECKING:
     from kvcompile.runtime.arena import Arena

@@ -19,6 +19,7 @@ from kvcompile.runtime import launch
 from kvcompile.runtime.errors import CacheFullError, CacheGapError, StaleHandleError
 from kvcompile.runtime.registry import ROLES, Role, anchor_for, register
 from kvcompile.runtime.rows import Holding, PageRows
+from kvcompile.runtime.store_bytes import StoreBytes
 
 if TYPE_CHECKING:
     from kvcompile.codegen.layout import RecordLayout
@@ -31,29 +32,6 @@ if TYPE_CHECKING:
 HANDLES_BEFORE_SWEEP = 64
 
 
-@dataclass(frozen=True)
-class StoreBytes:
-    """Bytes that one store holds.
-
-    Attributes:
-        codes: Tokens in pages, with their scales; a page shared inside the store counts once.
-        window: Tokens that are stored exactly beside quantized pages: sinks and ring.
-        slack: Slots without a token in the pages it holds.
-        block_table: Page ids.
-        starts: Left-padding counts.
-        state: State tensor and anchors.
-        dense: Dense tensors that handles were turned into.
-    """
-
-    codes: int
-    window: int
-    slack: int
-    block_table: int
-    starts: int
-    state: int
-    dense: int
-
-
 @dataclass
 class _Derived:
     """The store last derived from another one, and the roles that were given it."""
@@ -62,6 +40,13 @@ class _Derived:
     epoch: int
     store: weakref.ref[PagedStore]
     roles: set[Role]
+
+
+def store_kind(
+    layout: RecordLayout, num_kv_heads: int, dtype: torch.dtype, is_static: bool, token_dim: int
+) -> tuple[object, ...]:
+    """Return what a graph must know of a store, as a tuple that is cheap to compare."""
+    return layout.symbol, num_kv_heads, dtype, is_static, token_dim
 
 
 New = torch.Tensor | None  # tokens of K or V, [B, K, S, D]; None leaves the role alone
@@ -83,6 +68,8 @@ class PagedStore(PageRows):
         v_len: The same of V. Eager code appends K and V one after the other.
         appended: Tokens written by the last `append`, committed or not.
         claimed: Whether a step is under way that will append to it and commit.
+        kind: What a graph was compiled for; only stores of the same kind can take its tokens.
+        dynamic_dims: Dimensions of its handles that a compiler should take as dynamic.
         key: Registry key.
         anchors: Per role the anchor int64[1] of its handles.
         cells: Per role the dense tensor a static buffer was turned into by a write or a view.
@@ -115,6 +102,8 @@ class PagedStore(PageRows):
         self.appended = 0
         self.claimed = False
         self.materializations: Counter[str] = Counter()
+        self.kind = store_kind(layout, num_kv_heads, dtype, capacity is not None, token_dim)
+        self.dynamic_dims = set() if capacity is not None else {token_dim}
         self._handles: list[weakref.ref[KVTensor]] = []
         self.cells: dict[Role, DenseCell] = {}
         self.epoch = 0

@@ -14,18 +14,19 @@ import torch
 # for it carry no annotations.
 library = torch.library.Library("kvcompile", "DEF")
 library.define(
-    "append(Tensor k, Tensor v, Tensor(a!) state, SymInt past_len, Tensor? position, Tensor? mask,"
-    " bool attends=False) -> ()"
+    "append(Tensor k, Tensor v, Tensor(a!) state, SymInt past_len, Tensor? position, Tensor? mask)"
+    " -> ()"
 )
+# One operator for both: a dispatch costs as much as what an operator does for one token.
 library.define(
-    "attend(Tensor q, Tensor state, SymInt past_len, Tensor? position, Tensor? mask,"
-    " bool is_causal, float scale, SymInt kv_len, SymInt? head_dim_vo=None) -> Tensor"
+    "append_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) state, SymInt past_len,"
+    " Tensor? position, Tensor? mask, bool is_causal, float scale, SymInt kv_len) -> Tensor"
 )
 library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 library.define("materialize(Tensor anchor, SymInt[] sizes, ScalarType dtype) -> Tensor")
 
 APPEND = torch.ops.kvcompile.append.default
-ATTEND = torch.ops.kvcompile.attend.default
+APPEND_ATTEND = torch.ops.kvcompile.append_attend.default
 LINEAR = torch.ops.kvcompile.linear.default
 MATERIALIZE = torch.ops.kvcompile.materialize.default
 
@@ -38,14 +39,15 @@ def _append_fake(
     past_len: int,
     position: torch.Tensor | None,
     mask: torch.Tensor | None,
-    attends: bool = False,
 ) -> None:
     return None
 
 
-@torch.library.register_fake("kvcompile::attend", lib=library)  # type: ignore[untyped-decorator]
-def _attend_fake(  # noqa: PLR0913 - the schema
+@torch.library.register_fake("kvcompile::append_attend", lib=library)  # type: ignore[untyped-decorator]
+def _append_attend_fake(  # noqa: PLR0913 - the schema
     q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     state: torch.Tensor,
     past_len: int,
     position: torch.Tensor | None,
@@ -53,11 +55,9 @@ def _attend_fake(  # noqa: PLR0913 - the schema
     is_causal: bool,
     scale: float,
     kv_len: int,
-    head_dim_vo: int | None = None,
 ) -> torch.Tensor:
-    batch, heads, queries, head_dim_qk = q.shape
-    dim = head_dim_qk if head_dim_vo is None else head_dim_vo
-    return q.new_empty(batch, queries, heads, dim).transpose(1, 2)
+    batch, heads, queries, _ = q.shape
+    return q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
 
 
 @torch.library.register_fake("kvcompile::linear", lib=library)  # type: ignore[untyped-decorator]

@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvcompile.codegen.errors import KvcompileError
-from kvcompile.passes.ir.ops import APPEND
+from kvcompile.passes.ir.ops import APPEND, APPEND_ATTEND
 from kvcompile.passes.ir.stage import Stage
 
 if TYPE_CHECKING:
@@ -107,8 +107,12 @@ def _rewritten(program: Program) -> None:
     _require(inputs == len(program.placeholders), program, None, "the binding covers the inputs")
     covers = len(binding.kept_outputs) == len(program.outputs)
     _require(covers, program, None, "the binding covers the outputs")
-    appends = [n for n in program.graph.nodes if n.target is APPEND]
-    once = len({n.args[2] for n in appends}) == len(appends) == len(binding.states)
+    appended_to = [
+        n.args[2 if n.target is APPEND else 3]
+        for n in program.graph.nodes
+        if n.target in (APPEND, APPEND_ATTEND)
+    ]
+    once = len(set(appended_to)) == len(appended_to) == len(binding.states)
     _require(once, program, None, "every store is appended to exactly once")
 
 

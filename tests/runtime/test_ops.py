@@ -1,4 +1,4 @@
-"""kvcompile::append, attend and materialize: alone, and inside graphs lowered by Inductor."""
+"""kvcompile::append, append_attend and materialize: alone, and in graphs lowered by Inductor."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_append_and_attend(past: int, new: int) -> None:
     case = filled_store(past)
     k, v = new_tokens(2, new)
     q, mask = queries(2, new), causal_mask(past, new, [0, 0])
-    ops.append(k, v, case.store.state, past, None, None)
-    out = ops.attend(q, case.store.state, past, None, mask, False, SCALE, past + new)
+    state = case.store.state
+    out = ops.append_attend(q, k, v, state, past, None, mask, False, SCALE, past + new)
     dense_k, dense_v = torch.cat([case.dense_k, k], 2), torch.cat([case.dense_v, v], 2)
     torch.testing.assert_close(out, attention(q, dense_k, dense_v, mask))
     assert out.transpose(1, 2).is_contiguous()
@@ -56,8 +56,8 @@ def test_no_mask_and_strided_inputs(new: int) -> None:
     case = filled_store(30)
     k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in new_tokens(2, new))
     q = queries(2, new).transpose(2, 3).contiguous().transpose(2, 3)
-    ops.append(k, v, case.store.state, 30, None, None)
-    out = ops.attend(q, case.store.state, 30, None, None, False, SCALE, 30 + new)
+    state = case.store.state
+    out = ops.append_attend(q, k, v, state, 30, None, None, False, SCALE, 30 + new)
     dense_k, dense_v = torch.cat([case.dense_k, k], 2), torch.cat([case.dense_v, v], 2)
     torch.testing.assert_close(out, attention(q, dense_k, dense_v))
 
@@ -85,8 +85,8 @@ def test_left_padding_is_learned_and_owns_no_page(dead: float | None) -> None:
         mask = causal_mask(past, new, padding)
         given = mask if dead is None else additive(mask, dead)
         q = queries(3, new)
-        ops.append(new_k, new_v, store.state, past, None, given)
-        out = ops.attend(q, store.state, past, None, given, False, SCALE, past + new)
+        new_kv, length = (new_k, new_v), past + new
+        out = ops.append_attend(q, *new_kv, store.state, past, None, given, False, SCALE, length)
         store.commit(past + new)
         torch.testing.assert_close(out, attention(q, k, v, mask))
 
@@ -101,13 +101,13 @@ def test_padding_that_comes_back_to_life_is_an_error() -> None:
     mask = causal_mask(0, 6, [0, 4])
     ops.append(*new_tokens(2, 6), store.state, 0, None, mask)
     store.commit(6)
-    ops.append(*new_tokens(2, 1), store.state, 6, None, None)
+    tokens = (queries(2, 1), *new_tokens(2, 1), store.state)
     good = causal_mask(6, 1, [0, 4])
     bad = causal_mask(6, 1, [0, 3])
-    ops.attend(queries(2, 1), store.state, 6, None, good, False, SCALE, 7)
+    ops.append_attend(*tokens, 6, None, good, False, SCALE, 7)
     for mask_now in (bad, additive(bad, float("-inf")), None):
         with pytest.raises(PaddingRevivedError, match=r"\[0, 4\] left-padding"):
-            ops.attend(queries(2, 1), store.state, 6, None, mask_now, False, SCALE, 7)
+            ops.append_attend(*tokens, 6, None, mask_now, False, SCALE, 7)
 
 
 def test_a_second_prompt_learns_its_own_padding() -> None:
@@ -127,8 +127,8 @@ def test_a_static_cache_is_written_like_a_dense_buffer() -> None:
         case.dense_k[:, :, position : position + 2] = k
         case.dense_v[:, :, position : position + 2] = v
         mask = F.pad(causal_mask(position, 2, [0, 0]), (0, 50 - position - 2))
-        ops.append(k, v, case.store.state, 0, where, mask)
-        out = ops.attend(q, case.store.state, 0, where, mask, False, SCALE, 50)
+        state = case.store.state
+        out = ops.append_attend(q, k, v, state, 0, where, mask, False, SCALE, 50)
         case.store.commit(position + 2)
         torch.testing.assert_close(out, attention(q, case.dense_k, case.dense_v, mask))
         assert torch.equal(case.k, case.dense_k)
@@ -141,17 +141,17 @@ def test_a_static_gap_is_an_error() -> None:
         ops.append(*new_tokens(2, 1), state, 0, torch.tensor([20]), None)
     with pytest.raises(CacheGapError, match="consecutive"):
         ops.append(*new_tokens(2, 2), state, 0, torch.tensor([16, 18]), None)
-    ops.append(*new_tokens(2, 1), state, 0, torch.tensor([PAGE]), None)
+    tokens, where = (queries(2, 1), *new_tokens(2, 1), state), torch.tensor([PAGE])
     everything = torch.ones(2, 1, 1, 50, dtype=torch.bool)
     for mask in (everything, additive(everything, 0.0), None):
         with pytest.raises(CacheGapError, match=r"50 columns .* the 17"):
-            ops.attend(queries(2, 1), state, PAGE, None, mask, False, SCALE, 50)
+            ops.append_attend(*tokens, 0, where, mask, False, SCALE, 50)
 
 
 def test_a_state_that_outlived_its_store_is_a_named_error() -> None:
     state = filled_store(3).store.state
     with pytest.raises(StaleHandleError, match="no longer exists"):
-        ops.attend(queries(2, 1), state, 3, None, None, False, SCALE, 3)
+        ops.append(*new_tokens(2, 1), state, 3, None, None)
 
 
 def test_a_clone_of_the_state_is_as_good() -> None:
@@ -159,8 +159,11 @@ def test_a_clone_of_the_state_is_as_good() -> None:
     clone = case.store.state.clone()
     k, v = new_tokens(2, 30 * PAGE)  # the block table moves; the clone still has its old address
     ops.append(k, v, clone, PAGE, None, None)
-    q = queries(2, 1)
-    out = ops.attend(q, clone, 31 * PAGE - 1, None, None, False, SCALE, 31 * PAGE)
+    case.store.commit(31 * PAGE)
+    q, new_k, new_v = queries(2, 1), *new_tokens(2, 1)
+    past = 31 * PAGE
+    out = ops.append_attend(q, new_k, new_v, clone, past, None, None, False, SCALE, past + 1)
+    k, v = torch.cat([k, new_k], 2), torch.cat([v, new_v], 2)
     dense_k, dense_v = torch.cat([case.dense_k, k], 2), torch.cat([case.dense_v, v], 2)
     torch.testing.assert_close(out, attention(q, dense_k, dense_v))
 
@@ -180,9 +183,9 @@ def graph(
     batch, tokens = x.shape[:2]
     k = (x * 2).view(batch, tokens, HEADS, DIM_QK).transpose(1, 2)
     v = (x + 1).view(batch, tokens, HEADS, DIM_QK).transpose(1, 2)[..., :DIM_VO]
-    ops.append(k, v, state, past, None, mask)
     q = x.view(batch, tokens, HEADS, DIM_QK).transpose(1, 2).sin()
-    out: torch.Tensor = ops.attend(q, state, past, None, mask, False, SCALE, past + tokens, DIM_VO)
+    new, length = (q, k, v), past + tokens
+    out: torch.Tensor = ops.append_attend(*new, state, past, None, mask, False, SCALE, length)
     return out.transpose(1, 2).reshape(batch, tokens, -1) * 2
 
 
