@@ -113,7 +113,10 @@ class RecordLayout:
 
     @cached_property
     def symbol(self) -> str:
-        """A short injective name, kept as one string so that it is a cheap dictionary key."""
+        """A short name, kept as one string so that it is a cheap dictionary key.
+
+        Layouts of one name store tokens alike: `q_group_size` counts for quantized ones only.
+        """
         name = (
             f"k{self.k_format}_v{self.v_format}"
             f"_d{self.head_dim_qk}v{self.head_dim_vo}_p{self.page_size}"

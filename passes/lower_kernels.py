@@ -1,4 +1,4 @@
-"""Give every `kvcompile::` operator the kernel that serves it."""
+"""Give every `kvcompile::` operator the kernels that serve it."""
 
 from __future__ import annotations
 

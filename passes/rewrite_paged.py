@@ -98,7 +98,7 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
     with program.graph.inserting_before(site.out):
         out: fx.Node | None = None
         if stream.has_past:
-            out = _append_attend(program, site, stream, (k, v, state, past_len), mask)
+            out = _append_attend(program, site, stream, (k, v, state), past_len, mask)
         else:
             # A static buffer that is only written has no past, and yet says where it is written.
             program.graph.call_function(APPEND, (k, v, state, past_len, stream.k.position, mask))
@@ -138,11 +138,11 @@ def _append_attend(
     program: Program,
     site: AttentionSite,
     stream: CacheStream,
-    appended: tuple[fx.Node, fx.Node, fx.Node, fx.node.Argument],
+    appended: tuple[fx.Node, fx.Node, fx.Node],
+    past_len: fx.node.Argument,
     mask: fx.Node | None,
 ) -> fx.Node:
-    """Insert the attention over the store; `appended` is K, V, the state and the past length."""
-    past_len = appended[3]
+    """Insert the append of K and V to a state, and the attention over its store."""
     new_len = _size(program, stream.k.new, stream.k.token_dim)
     kv_len: fx.node.Argument
     if stream.is_static:
@@ -152,7 +152,7 @@ def _append_attend(
     else:
         kv_len = _sum(program, past_len, new_len)
     how = (stream.k.position, mask, site.mask_kind == "causal", site.scale, kv_len)
-    return program.graph.call_function(APPEND_ATTEND, (site.q, *appended, *how))
+    return program.graph.call_function(APPEND_ATTEND, (site.q, *appended, past_len, *how))
 
 
 def _attend_new(

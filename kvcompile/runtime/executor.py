@@ -79,8 +79,8 @@ class Executor:
         stores: list[PagedStore] = []
         with _claiming:
             try:
-                for i, state in enumerate(self._states):
-                    store = self._store(i, state, args, shared)
+                for state, plan, kind in zip(self._states, self._plans, self._kinds, strict=True):
+                    store = self._store(state, plan, kind, args, shared)
                     store.claimed, store.appended = True, store.length
                     stores.append(store)
             except BaseException:
@@ -112,10 +112,14 @@ class Executor:
         return tuple(outputs)
 
     def _store(
-        self, stream: int, state: StateBinding, args: Sequence[Any], shared: _Shared
+        self,
+        state: StateBinding,
+        plan: StreamPlan,
+        kind: tuple[object, ...],
+        args: Sequence[Any],
+        shared: _Shared,
     ) -> PagedStore:
         """Return the store that ends where the stream's past ends."""
-        plan, kind = self._plans[stream], self._kinds[stream]
         if state.k_input is None or state.v_input is None:
             return self._new_store(state, plan, args, shared)
         k, v = args[state.k_input], args[state.v_input]
@@ -201,6 +205,7 @@ class _Shared:
 
 
 def _is_of(kind: tuple[object, ...], store: PagedStore | None) -> bool:
+    """Whether a store is of the kind that the graph was compiled for."""
     return store is not None and store.kind == kind
 
 

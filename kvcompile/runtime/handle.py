@@ -39,7 +39,7 @@ class KVTensor(PythonExits):
     anchor: torch.Tensor
     cell: DenseCell | None = None
     _dynamo_weak_dynamic_indices: set[int]
-    _has_dynamo_dim_marking = True
+    _has_dynamo_dim_marking: bool
 
     # Python-level overrides are methods; everything else arrives in __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -63,10 +63,11 @@ class KVTensor(PythonExits):
         # C++ code that reads the address gets an error instead of a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(handle)
         handle.store, handle.role, handle.anchor = store, role, store.anchors[role]
-        if store.dynamic_dims:
+        if store.capacity is None:
             # What torch._dynamo.maybe_mark_dynamic(handle, token_dim) sets, without its walk over
             # the inner tensors: sixty handles are made per decoding step.
-            handle._dynamo_weak_dynamic_indices = store.dynamic_dims
+            handle._dynamo_weak_dynamic_indices = {store.token_dim}
+            handle._has_dynamo_dim_marking = True
         store.note(handle)
         return handle
 

@@ -57,10 +57,7 @@ def _append(
     position: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> None:
-    """Write K and V [B, K, S, D] at `position`, or else at `past_len`.
-
-    An append from position 0 learns left padding from its mask.
-    """
+    """Write K and V [B, K, S, D] at `position`, or else at `past_len`."""
     if k.shape[2]:
         _append_to(_store_of(state), k, v, state, past_len, position, mask, attends=False)
 
@@ -76,14 +73,21 @@ def _append_to(
     *,
     attends: bool,
 ) -> int:
-    """Append; return the position of the first new token."""
+    """Append K and V [B, K, S, D], S >= 1; return the position of the first new token.
+
+    Whoever appends from position 0 begins anew: what was stored is dropped, and the mask says what
+    is left padding from now on.
+    """
     if position is not None:
         past_len = _first_position(position, k.shape[2])
-    if mask is not None and past_len == 0:
-        if position is not None:
-            check_unwritten(mask, k.shape[2])
+    if past_len == 0 and (mask is not None or store.is_padded):
         store.truncate(0)
-        store.set_starts(learn_starts(mask, store.batch, k.shape[2]))
+        if mask is None:
+            store.set_starts([0] * store.batch)
+        else:
+            if position is not None:
+                check_unwritten(mask, k.shape[2])
+            store.set_starts(learn_starts(mask, store.batch, k.shape[2]))
     store.append(k, v, past_len, attends=attends)
     if state.data_ptr() != store.state.data_ptr():
         # A compiler that clones what an operator mutates copies the clone back over the original.
@@ -103,35 +107,37 @@ def _append_attend(  # noqa: PLR0913 - the schema
     scale: float,
     kv_len: int,
 ) -> torch.Tensor:
-    """Append K and V like `_append`, then attend with q over all tokens up to the new ones.
+    """Append K and V, then attend with q over all tokens up to the new ones.
 
     Args:
-        q: Queries of the new tokens, [B, H, S, Dk].
+        q: Queries [B, H, S', Dk]; as a rule those of the new tokens, S' = S.
         k: [B, K, S, Dk].
         v: [B, K, S, Dv].
         state: State of the store.
         past_len: Tokens before the new ones, unless `position` is given.
         position: int64[S], their positions.
-        mask: None, bool or additive, [B or 1, H or 1, S, kv_len].
+        mask: None, bool or additive, [B or 1, H or 1, S', kv_len].
         is_causal: PyTorch's flag: query s sees tokens 0 .. s.
         scale: Factor on the scores.
         kv_len: Columns of the mask; the capacity of a static cache.
 
     Returns:
-        [B, H, S, Dv], in memory [B, S, H, Dv].
+        [B, H, S', Dv], in memory [B, S', H, Dv].
     """
     store = _store_of(state)
-    new_len = k.shape[2]
-    if not new_len:
-        return q.new_empty(*q.shape[:3], store.layout.head_dim_vo)
-    past_len = _append_to(store, k, v, state, past_len, position, mask, attends=True)
+    new_len, queries = k.shape[2], q.shape[2]
+    if new_len:
+        past_len = _append_to(store, k, v, state, past_len, position, mask, attends=True)
     stored = past_len + new_len
     if position is not None:
         # A static buffer shows its later tokens too, as far as the mask lets it.
         stored = max(stored, store.length)
+    if not queries or not stored:
+        batch, heads = q.shape[:2]
+        return q.new_zeros(batch, queries, heads, store.layout.head_dim_vo).transpose(1, 2)
     if mask is not None or store.is_padded or kv_len > stored:
         check_masks(store, mask, is_causal, stored, kv_len)
-    if new_len <= MOST_QUERIES:
+    if queries <= MOST_QUERIES:
         return launch.attend(store, q, mask, is_causal, scale, stored)
     k, v = store.dense_for_chunk(stored)
     if mask is not None and mask.shape[-1] > stored:

@@ -69,7 +69,6 @@ class PagedStore(PageRows):
         appended: Tokens written by the last `append`, committed or not.
         claimed: Whether a step is under way that will append to it and commit.
         kind: What a graph was compiled for; only stores of the same kind can take its tokens.
-        dynamic_dims: Dimensions of its handles that a compiler should take as dynamic.
         key: Registry key.
         anchors: Per role the anchor int64[1] of its handles.
         cells: Per role the dense tensor a static buffer was turned into by a write or a view.
@@ -103,7 +102,6 @@ class PagedStore(PageRows):
         self.claimed = False
         self.materializations: Counter[str] = Counter()
         self.kind = store_kind(layout, num_kv_heads, dtype, capacity is not None, token_dim)
-        self.dynamic_dims = set() if capacity is not None else {token_dim}
         self._handles: list[weakref.ref[KVTensor]] = []
         self.cells: dict[Role, DenseCell] = {}
         self.epoch = 0

@@ -62,6 +62,40 @@ def test_no_mask_and_strided_inputs(new: int) -> None:
     torch.testing.assert_close(out, attention(q, dense_k, dense_v))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "new"), [(1, 5), (20, 1), (2, 0), (0, 3), (3, MOST_QUERIES + 4)]
+)
+def test_queries_need_not_be_those_of_the_new_tokens(tokens: int, new: int) -> None:
+    case = filled_store(30)
+    k, v = new_tokens(2, new)
+    q = queries(2, tokens)
+    state = case.store.state
+    out = ops.append_attend(q, k, v, state, 30, None, None, False, SCALE, 30 + new)
+    dense_k, dense_v = torch.cat([case.dense_k, k], 2), torch.cat([case.dense_v, v], 2)
+    torch.testing.assert_close(out, attention(q, dense_k, dense_v))
+    assert out.transpose(1, 2).is_contiguous()
+
+
+def test_attention_over_nothing_is_zero() -> None:
+    store = empty_store()
+    nothing = (queries(2, 3), *new_tokens(2, 0), store.state)
+    out = ops.append_attend(*nothing, 0, None, None, False, SCALE, 0)
+    assert torch.equal(out, torch.zeros(2, 3 * HEADS, 3, DIM_VO))
+    assert out.transpose(1, 2).is_contiguous()
+
+
+def test_a_store_that_begins_anew_forgets_what_a_failed_step_learned() -> None:
+    store = empty_store()
+    k, v = new_tokens(2, 6)
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.append(k[:, :1], v, store.state, 0, None, causal_mask(0, 6, [0, 4]))
+    out = ops.append_attend(queries(2, 6), k, v, store.state, 0, None, None, False, SCALE, 6)
+    store.commit(6)
+    assert out.isfinite().all()
+    assert store.start_list() == [0, 0]
+    assert torch.equal(store.materialize("k"), k)
+
+
 @pytest.mark.parametrize("dead", [None, float("-inf"), torch.finfo(torch.float32).min, -3e38])
 def test_left_padding_is_learned_and_owns_no_page(dead: float | None) -> None:
     padding = [0, PAGE + 3, 2 * PAGE]
@@ -149,9 +183,11 @@ def test_a_static_gap_is_an_error() -> None:
 
 
 def test_a_state_that_outlived_its_store_is_a_named_error() -> None:
-    state = filled_store(3).store.state
+    new, state = new_tokens(2, 1), filled_store(3).store.state
     with pytest.raises(StaleHandleError, match="no longer exists"):
-        ops.append(*new_tokens(2, 1), state, 3, None, None)
+        ops.append(*new, state, 3, None, None)
+    with pytest.raises(StaleHandleError, match="no longer exists"):
+        ops.append_attend(queries(2, 1), *new, state, 3, None, None, False, SCALE, 4)
 
 
 def test_a_clone_of_the_state_is_as_good() -> None:
@@ -179,7 +215,7 @@ def test_materialize_reads_what_an_anchor_names() -> None:
 def graph(
     x: torch.Tensor, state: torch.Tensor, past: int, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """One layer's worth of work around the operators, two layers deep on one store's state."""
+    """One layer's worth of work around the operator."""
     batch, tokens = x.shape[:2]
     k = (x * 2).view(batch, tokens, HEADS, DIM_QK).transpose(1, 2)
     v = (x + 1).view(batch, tokens, HEADS, DIM_QK).transpose(1, 2)[..., :DIM_VO]
