@@ -14,6 +14,8 @@ from kvcompile.machine import machine
 
 WARM_UP_TURNS = 4
 FEWEST_TURNS = 8
+LONG_SECONDS = 10e-3
+"""What takes this long does not notice that its own code had left the processor's caches."""
 QUIET_CORES = 0.2
 BUSY = "busy cores before"
 STAT = Path("/proc/stat")
@@ -55,17 +57,20 @@ def interleave(
     *,
     warm_up: int = WARM_UP_TURNS,
     seconds: float = math.inf,
+    in_a_row: int = 1,
 ) -> dict[str, Timing]:
-    """Time several candidates in one process, taking turns step by step.
+    """Time several candidates in one process, taking turns.
 
     The order is drawn anew for each turn, so that no candidate always finds in the processor's
     caches what the same other one has left there.
 
     Args:
         steps: What to run, by name. Each is warmed up first.
-        count: Timed steps of each.
+        count: Turns.
         warm_up: Steps of each beforehand that are not timed.
-        seconds: Stop earlier after this long, though not before 8 timed steps of each.
+        seconds: Stop earlier after this long, though not before 8 turns.
+        in_a_row: Steps of a turn, as long as they take less than 10 ms; each is timed. With more
+            than one, the low quantiles are of steps that found their own code in the caches.
     """
     shuffle = random.Random(0).shuffle
     order = list(steps)
@@ -79,11 +84,17 @@ def interleave(
             break
         shuffle(order)
         for name in order:
-            step = steps[name]
-            start = time.perf_counter()
-            step()
-            times[name].append(time.perf_counter() - start)
+            times[name] += _timed(steps[name], in_a_row)
     return {name: Timing(tuple(sorted(values))) for name, values in times.items()}
+
+
+def _timed(step: Callable[[], object], in_a_row: int) -> list[float]:
+    times: list[float] = []
+    while len(times) < in_a_row and sum(times) < LONG_SECONDS:
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return times
 
 
 def busy_cores(seconds: float = 1.0) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +30,7 @@ from benchmarks.decode_candidates import tolerance
 from benchmarks.decode_results import Row
 from benchmarks.decoding import kv_bytes, tensors_in
 from benchmarks.stores import Setting, Shape, paged_format
-from benchmarks.timing import Timing, describe, interleave
+from benchmarks.timing import LONG_SECONDS, Timing, describe, interleave
 from kvcompile.codegen.cpu.isa import detect_isa, has_integer_dot
 from kvcompile.codegen.spec import Compute
 from kvcompile.format_requests import parse_formats
@@ -227,6 +229,23 @@ def test_candidates_take_turns_in_a_changing_order() -> None:
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     assert len(set(turns)) > 3
     assert {len(timing.seconds) for timing in timings.values()} == {20}
+
+
+def test_steps_in_a_row_are_timed_one_by_one_unless_they_are_long() -> None:
+    seen: list[str] = []
+
+    def long() -> None:
+        seen.append("long")
+        time.sleep(LONG_SECONDS)
+
+    steps = {"short": functools.partial(seen.append, "short"), "long": long}
+    timings = interleave(steps, 8, warm_up=0, in_a_row=3)
+    assert {name: len(timing.seconds) for name, timing in timings.items()} == {
+        "short": 24,
+        "long": 8,
+    }
+    runs = [(name, len(list(run))) for name, run in itertools.groupby(seen)]
+    assert all(length % {"short": 3, "long": 1}[name] == 0 for name, length in runs)
 
 
 def test_a_time_limit_leaves_some_turns() -> None:
