@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -238,7 +239,10 @@ def test_steps_in_a_row_are_timed_one_by_one_unless_they_are_long() -> None:
         seen.append("long")
         time.sleep(LONG_SECONDS)
 
-    steps = {"short": functools.partial(seen.append, "short"), "long": long}
+    steps: dict[str, Callable[[], object]] = {
+        "short": functools.partial(seen.append, "short"),
+        "long": long,
+    }
     timings = interleave(steps, 8, warm_up=0, in_a_row=3)
     assert {name: len(timing.seconds) for name, timing in timings.items()} == {
         "short": 24,
