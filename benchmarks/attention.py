@@ -14,7 +14,8 @@ Beside dense SDPA, of the model's dtype and of fp32, there are the steps that a 
 replaces: `cat` of the new token and SDPA, as `DynamicCache` does; decoding a packed cache and SDPA,
 as `QuantizedCache` does; and flex_attention, compiled. The stream is what a plain sum over memory
 reads per second in the same turns. Arenas ask for memory pages of 2 MiB, and so does the stream;
-PyTorch's tensors do not.
+PyTorch's tensors do not. The stream is one long run; how fast these pages can be read in the order
+of the block table is what `only read` measures: all their bytes, and nothing computed.
 
 Before anything is timed, results are compared; a benchmark of wrong results is refused.
 """
@@ -87,6 +88,7 @@ def measure(
             timings[candidate.name],
             candidate.nbytes,
             timings.get(append_name(candidate)),
+            candidate.bound,
         )
         for group in groups
         for candidate in group

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import baselines
 from benchmarks.attention_results import CAT_SDPA, SDPA, SDPA_FP32
+from benchmarks.reading import new_reader
 from benchmarks.stores import Dense, PagedFormat, Setting, new_stores
 from kvcompile.codegen.spec import Compute
 from kvcompile.runtime import launch
@@ -40,12 +41,14 @@ class Candidate:
         calls: One per layer.
         nbytes: What one call has to read.
         appends: One per layer, writing a token again; none for what does not use pages.
+        bound: Name of the candidate that reads the same pages and does nothing else.
     """
 
     name: str
-    calls: Sequence[Call]
+    calls: Sequence[Callable[[], object]]
     nbytes: int
     appends: Sequence[Callable[[], None]] = ()
+    bound: str | None = None
 
 
 def memory_needed(setting: Setting, formats: Sequence[PagedFormat], packed: Sequence[int]) -> int:
@@ -119,9 +122,11 @@ def packed_candidates(layers: Sequence[Dense], bits: int, *, compiled: bool) -> 
 def paged_candidates(
     setting: Setting, paged: PagedFormat, layers: Sequence[Dense]
 ) -> Iterator[Candidate]:
-    """Yield the ways to compute with one format of pages."""
+    """Yield the ways to compute with one format of pages, and reading them."""
     stores = new_stores(setting, paged.layout, layers)
     held = stores[0].stored_bytes()
+    nbytes = held.codes + held.window
+    reading = f"only read {paged.label}"
     for compute in paged.computes:
         calls = [
             functools.partial(attend, store, x.q, compute)
@@ -134,7 +139,8 @@ def paged_candidates(
         name = f"pages {paged.name(compute)}"
         tolerance = OF_FACTORS if compute == "int8" else OF_SUMS
         check(name, calls[0](), over_decoded(stores[0], layers[0].q), tolerance)
-        yield Candidate(name, calls, held.codes + held.window, appends)
+        yield Candidate(name, calls, nbytes, appends, reading)
+    yield Candidate(reading, [new_reader(store) for store in stores], nbytes)
 
 
 def attend(store: PagedStore, q: torch.Tensor, compute: Compute | None) -> torch.Tensor:

@@ -26,12 +26,14 @@ class Figures:
         timing: Single calls.
         nbytes: What a call has to read.
         append: Writing one token into the pages beforehand; None for what does not use pages.
+        bound: Name of what reads the same pages and does nothing else; None for the rest.
     """
 
     name: str
     timing: Timing
     nbytes: int
     append: Timing | None = None
+    bound: str | None = None
 
     @property
     def microseconds(self) -> float:
@@ -75,6 +77,16 @@ class Result:
         own = self.figures[name]
         return own.nbytes / own.timing.p25 / self.stream_bytes_per_second
 
+    def reading_share(self, name: str) -> float | None:
+        """Return the share of a candidate's time that reading its pages alone takes.
+
+        None for what has no pages.
+        """
+        own = self.figures[name]
+        if own.bound is None:
+            return None
+        return self.figures[own.bound].microseconds / own.microseconds
+
     def as_json(self) -> dict[str, Any]:
         """Return everything for a file."""
         setting = self.setting
@@ -98,6 +110,7 @@ class Result:
                     "over_sdpa": self.ratio(name, SDPA),
                     "over_cat_sdpa": self.ratio(name, CAT_SDPA),
                     "stream_share": self.stream_share(name),
+                    "reading_share": self.reading_share(name),
                 }
                 for name, own in self.figures.items()
             ],
@@ -125,7 +138,8 @@ def tables(title: str, panel: Sequence[Result]) -> list[Table]:
 
 
 def _times(title: str, panel: Sequence[Result]) -> Table:
-    shown = Table(title=title, caption="us, times as fast as SDPA, share of the stream")
+    caption = "us, times as fast as SDPA, share of the stream, share of only reading the pages"
+    shown = Table(title=title, caption=caption)
     shown.add_column("candidate", no_wrap=True)
     for result in panel:
         shown.add_column(f"{result.setting.context:,} tokens", justify="right", no_wrap=True)
@@ -143,13 +157,16 @@ def _time(result: Result, name: str) -> str:
         return "-"
     ratio = result.ratio(name, SDPA)
     faster = "" if ratio is None else f"{ratio:.2f}x"
-    return f"{own.microseconds:,.0f} {faster:>7} {result.stream_share(name):>4.0%}"
+    of_reading = result.reading_share(name)
+    last = "" if of_reading is None else f"{of_reading:.0%}"
+    return f"{own.microseconds:,.0f} {faster:>7} {result.stream_share(name):>4.0%} {last:>4}"
 
 
 def _gains(panel: Sequence[Result]) -> Table:
     """Return the speed-up of each format over each baseline, one column per baseline and length."""
     paged = [n for n in names_in(panel) if any(_is_paged(result, n) for result in panel)]
-    baselines = [name for name in names_in(panel) if name not in paged]
+    bounds = {own.bound for result in panel for own in result.figures.values()}
+    baselines = [name for name in names_in(panel) if name not in paged and name not in bounds]
     shown = Table(title="times as fast as each baseline (beside cat with the token's append)")
     shown.add_column("tokens", justify="right")
     shown.add_column("pages", no_wrap=True)

@@ -30,12 +30,15 @@ from benchmarks.attention_results import CAT_SDPA, SDPA, Figures, Result, plot, 
 from benchmarks.decode_candidates import tolerance
 from benchmarks.decode_results import Row
 from benchmarks.decoding import kv_bytes, tensors_in
-from benchmarks.stores import Setting, Shape, paged_format
+from benchmarks.reading import new_reader
+from benchmarks.stores import Setting, Shape, new_dense, new_stores, paged_format
 from benchmarks.timing import LONG_SECONDS, Timing, describe, interleave
 from kvcompile.codegen.cpu.isa import detect_isa, has_integer_dot
 from kvcompile.codegen.spec import Compute
 from kvcompile.format_requests import parse_formats
 from kvcompile.options import OptionError
+from kvcompile.runtime.page_table import HOLE
+from kvcompile.runtime.quantized_store import QuantizedStore
 
 SMOLLM2 = Shape(9, 3, 64)
 BOTH: list[Compute] = ["int8", "fp32"]
@@ -163,9 +166,30 @@ def result(context: int = 8192) -> Result:
     figures = {
         SDPA: Figures(SDPA, Timing((800e-6,)), 1 << 20),
         CAT_SDPA: Figures(CAT_SDPA, Timing((1000e-6,)), 1 << 20),
-        "pages int4": Figures("pages int4", Timing((100e-6,)), 1 << 18, Timing((25e-6,))),
+        "pages int4": Figures(
+            "pages int4", Timing((100e-6,)), 1 << 18, Timing((25e-6,)), "only read int4"
+        ),
+        "only read int4": Figures("only read int4", Timing((80e-6,)), 1 << 18),
     }
     return Result(setting(context), figures, 10e9)
+
+
+@pytest.mark.parametrize("format_", ["auto", "int4"])
+def test_a_reader_reads_every_page_once(format_: str) -> None:
+    (request,) = parse_formats([format_], {})
+    small = Setting(Shape(4, 2, 16), "bf16", 2, 200)
+    paged = paged_format(request, small.shape, torch.bfloat16, ("fp32",))
+    (store, *_) = new_stores(small, paged.layout, new_dense(small)[:1])
+    tables = [store.pages] + ([store.exact] if isinstance(store, QuantizedStore) else [])
+    words = [
+        table.arena.page(page).view(torch.int64).sum()
+        for table in tables
+        for row in table.rows
+        for page in row
+        if page != HOLE
+    ]
+    assert len(words) > 2 * 200 // paged.layout.page_size
+    assert new_reader(store)() == int(torch.stack(words).sum()) % 2**64
 
 
 def test_ratios_take_the_append_into_account_where_the_baseline_appends() -> None:
@@ -179,7 +203,8 @@ def test_ratios_take_the_append_into_account_where_the_baseline_appends() -> Non
 
 def test_the_tables_of_attention_show_every_candidate() -> None:
     text = text_of(*tables("9q/3kv", [result(1024), result(8192)]))
-    assert cells(text, "pages int4")[1:] == ["100   8.00x  26%"] * 2
+    assert cells(text, "pages int4")[1:] == ["100   8.00x  26%  80%"] * 2
+    assert cells(text, "only read int4")[1] == "80  10.00x  33%"
     assert cells(text, "SDPA")[1] == "800   1.00x  13%"
     assert cells(text, "1,024") == ["1,024", "pages int4", "8.00", "8.00"]
     assert tables("nothing measured", []) == []

@@ -85,7 +85,7 @@ static inline int64_t chunks_of(const Call& call, int64_t b) {
 """
 
 ITEMS = """
-// items are numbered by row, then KV head, then chunk
+// items are numbered by row, then $order
 static inline int64_t count_items(const Call& call) {
   int64_t items = 0;
   for (int64_t b = 0; b < call.store.batch; ++b) items += chunks_of(call, b) * call.num_kv_heads;
@@ -97,9 +97,16 @@ static inline Place find_place(const Call& call, int64_t item) {
     item -= chunks * call.num_kv_heads;
     chunks = chunks_of(call, ++b);
   }
-  return Place{b, item / chunks, item % chunks};
+  return Place{b, $place};
 }
 """
+HEAD_BY_HEAD = {"order": "KV head, then chunk", "place": "item / chunks, item % chunks"}
+# The records of a page lie side by side, and memory comes faster when they are read together:
+# small ones above all. Exact ones are large, and taking up another query costs them more.
+PAGE_BY_PAGE = {
+    "order": "chunk, then KV head",
+    "place": "item % call.num_kv_heads, item / call.num_kv_heads",
+}
 
 FIND_RECORDS = """
 static inline int find_records(const Call& call, const Place& at, const uint8_t** record) {
@@ -268,7 +275,7 @@ def _exact_body(shape: AttendShape) -> list[str]:
         panel_scores(shape),
         panel_accumulate(shape, exact_accumulate_calls(shape)),
         render(CHUNKS_OF, **literals),
-        ITEMS.strip("\n") + "\n" + render(FIND_RECORDS, **literals),
+        render(ITEMS, **HEAD_BY_HEAD).strip("\n") + "\n" + render(FIND_RECORDS, **literals),
         render(
             ATTEND_CHUNK,
             rows=fragments.rows_expression(shape),
@@ -291,7 +298,7 @@ def _quantized_body(shape: AttendShape) -> list[str]:
         fragments.store_partial(shape),
         quantized_attend.namespaces(shape),
         quantized_attend.row_text(shape),
-        ITEMS,
+        render(ITEMS, **PAGE_BY_PAGE),
         quantized_attend.attend_chunk(shape),
     ]
 
