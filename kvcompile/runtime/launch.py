@@ -73,18 +73,12 @@ def append(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_le
     new = k if k is not None else v
     if new is None:
         return
-    launcher = _appends.get((store.layout.symbol, new.dtype))
-    if launcher is None:
-        launcher = _new_append(store.layout, new.dtype)
-    launcher(store, k, v, past_len)
+    _append_of(store.layout, new.dtype)(store, k, v, past_len)
 
 
 def flush(store: Store, length: int) -> None:
     """Quantize the pages that `length` stored tokens have made old enough, from the ring alone."""
-    launcher = _appends.get((store.layout.symbol, store.dtype))
-    if launcher is None:
-        launcher = _new_append(store.layout, store.dtype)
-    launcher(store, None, None, length)
+    _append_of(store.layout, store.dtype)(store, None, None, length)
 
 
 def attend(
@@ -211,11 +205,12 @@ def remark(reason: str) -> None:
     )
 
 
-def _new_append(layout: RecordLayout, dtype: torch.dtype) -> Append:
-    """Choose how tokens of this dtype are stored."""
-    kernel = _kernel(layout, dtype, "append")
-    launcher = torch_path.append if kernel is None else _append_launcher(kernel)
-    _appends[layout.symbol, dtype] = launcher
+def _append_of(layout: RecordLayout, dtype: torch.dtype) -> Append:
+    launcher = _appends.get((layout.symbol, dtype))
+    if launcher is None:
+        kernel = _kernel(layout, dtype, "append")
+        launcher = torch_path.append if kernel is None else _append_launcher(kernel)
+        _appends[layout.symbol, dtype] = launcher
     return launcher
 
 
@@ -241,9 +236,8 @@ def _append_launcher(kernel: Kernel[KernelSpec]) -> Append:
                 raise ValueError(f"values {tuple(shape)} do not fit {store!r}")
             v_part, v = _part(v)
         state = store.state.data_ptr()
-        status = enter(pack(state, *k_part, *v_part, heads, past_len, new_len, threads()))
-        if status:
-            raise refusal(kernel, status)
+        words = pack(state, *k_part, *v_part, heads, past_len, new_len, threads())
+        check(enter(words), kernel)
 
     return launch
 
@@ -269,9 +263,8 @@ def _gather_launcher(kernel: Kernel[KernelSpec]) -> Gather:
         dense = torch.empty((store.batch, heads, stop - start, dims[role]), dtype=store.dtype)
         part, _ = _part(dense)
         parts = (*part, *_NOTHING) if role == "k" else (*_NOTHING, *part)
-        status = enter(pack(store.state.data_ptr(), *parts, heads, start, stop, threads()))
-        if status:
-            raise refusal(kernel, status)
+        words = pack(store.state.data_ptr(), *parts, heads, start, stop, threads())
+        check(enter(words), kernel)
         return dense
 
     return launch
@@ -348,9 +341,7 @@ def _attend_launcher(kernel: Kernel[KernelSpec], mask_dtype: torch.dtype | None)
             threads(),
             scale,
         )
-        status = enter(words)
-        if status:
-            raise refusal(kernel, status)
+        check(enter(words), kernel)
         return out
 
     return launch
@@ -381,6 +372,7 @@ def _mask_part(
     return (mask.data_ptr(), strides[0], strides[1], strides[2], strides[3])
 
 
-def refusal(kernel: Kernel[Any], status: int) -> ValueError:
-    """Return the error of a kernel that refused its arguments."""
-    return ValueError(f"{kernel.spec} rejects its arguments (status {status})")
+def check(status: int, kernel: Kernel[Any]) -> None:
+    """Raise ValueError for a kernel that refused its arguments."""
+    if status:
+        raise ValueError(f"{kernel.spec} rejects its arguments (status {status})")

@@ -69,9 +69,7 @@ def _launcher(dtype: torch.dtype) -> Linear:
             outputs,
             threads(),
         )
-        status = enter(words)
-        if status:
-            raise launch.refusal(kernel, status)
+        launch.check(enter(words), kernel)
         return out
 
     return launcher

@@ -75,8 +75,8 @@ def _append_to(
 ) -> int:
     """Append K and V [B, K, S, D], S >= 1; return the position of the first new token.
 
-    Whoever appends from position 0 begins anew: what was stored is dropped, and the mask says what
-    is left padding from now on.
+    With a mask, or over left padding, whoever appends from position 0 begins anew: what was stored
+    is dropped, and the mask says what is left padding from now on.
     """
     if position is not None:
         past_len = _first_position(position, k.shape[2])

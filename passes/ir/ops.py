@@ -17,7 +17,7 @@ library.define(
     "append(Tensor k, Tensor v, Tensor(a!) state, SymInt past_len, Tensor? position, Tensor? mask)"
     " -> ()"
 )
-# One operator for both: a dispatch costs as much as what an operator does for one token.
+# One operator for both: a dispatch costs about as much time as writing a token.
 library.define(
     "append_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) state, SymInt past_len,"
     " Tensor? position, Tensor? mask, bool is_causal, float scale, SymInt kv_len) -> Tensor"
