@@ -68,9 +68,33 @@ def load_or_build(directory: Path, text: str, build: Build) -> Path:
         with _locked(directory / "lock"):
             return try_load(directory) or _build(directory, text, build)
     except OSError as error:
-        raise KernelCompilationError(
-            f"cannot write the kernel cache {directory}: {error}; set KVCOMPILE_CACHE_DIR"
-        ) from error
+        raise _unwritable(directory, error) from error
+
+
+def write_source(directory: Path, name: str, text: str) -> Path:
+    """Return the path of a file with `text`, writing it if it is not there.
+
+    Raises:
+        KernelCompilationError: The cache cannot be written.
+    """
+    path = directory / name
+    try:
+        if path.exists() and path.read_text() == text:
+            return path
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            draft = Path(scratch) / name
+            draft.write_text(text)
+            draft.replace(path)
+    except OSError as error:
+        raise _unwritable(directory, error) from error
+    return path
+
+
+def _unwritable(directory: Path, error: OSError) -> KernelCompilationError:
+    return KernelCompilationError(
+        f"cannot write the kernel cache {directory}: {error}; set KVCOMPILE_CACHE_DIR"
+    )
 
 
 def _build(directory: Path, text: str, build: Build) -> Path:

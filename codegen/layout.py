@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypedDict
+from typing import TypedDict, cast
 
 import torch
 
-from kvcompile.codegen.formats import TILE, Format, PartShape, Role, get_format
+from kvcompile.codegen.formats import (
+    TILE,
+    Format,
+    Order,
+    PartShape,
+    Role,
+    decode,
+    encode,
+    get_format,
+)
 from kvcompile.codegen.rotary import MEAN_BYTES, Rotary, add_means, separate_mean
 
 PAGE_SIZES = (16, 32, 64, 128)
@@ -71,6 +80,7 @@ class RecordLayout:
         window: What is stored exactly beside the pages; None if and only if both formats are exact.
         rotary: How K rotates, if its turning mean is kept beside its codes: behind them, in the
             K part. Whoever encodes or decodes then needs the table of `codegen.rotary`.
+        order: How the numbers of a part lie; `relayout` turns one order into the other.
     """
 
     k_format: str
@@ -81,6 +91,7 @@ class RecordLayout:
     q_group_size: int = DEFAULT_GROUP_SIZE
     window: Window | None = None
     rotary: Rotary | None = None
+    order: Order = "cpu16"
 
     def __post_init__(self) -> None:
         """Check the fields.
@@ -121,6 +132,8 @@ class RecordLayout:
             f"k{self.k_format}_v{self.v_format}"
             f"_d{self.head_dim_qk}v{self.head_dim_vo}_p{self.page_size}"
         )
+        if self.order != "cpu16":
+            name += f"_{self.order}"
         if self.window is None:
             return name
         w = self.window
@@ -159,7 +172,7 @@ class RecordLayout:
 
     def part(self, role: Role) -> PartShape:
         """Return what one part holds."""
-        return PartShape(role, self.page_size, self.head_dim(role), self.q_group_size)
+        return PartShape(role, self.page_size, self.head_dim(role), self.q_group_size, self.order)
 
     @cached_property
     def k_bytes(self) -> int:
@@ -211,11 +224,11 @@ class RecordLayout:
         """
         format_, shape = self.format(role), self.part(role)
         if role == "v" or self.rotary is None:
-            return format_.encode(shape, dense)
+            return encode(format_, shape, dense)
         assert table is not None
         has_minimum = format_.has_minimum
         left, mean = separate_mean(self.rotary, table, dense, has_minimum=has_minimum)
-        return torch.cat([format_.encode(shape, left), mean], dim=-1)
+        return torch.cat([encode(format_, shape, left), mean], dim=-1)
 
     def decode(
         self, role: Role, stored: torch.Tensor, table: torch.Tensor | None = None
@@ -223,9 +236,9 @@ class RecordLayout:
         """Return one part of a record, uint8[..., part], as [..., P, D]; see `encode`."""
         format_, shape = self.format(role), self.part(role)
         if role == "v" or self.rotary is None:
-            return format_.decode(shape, stored)
+            return decode(format_, shape, stored)
         assert table is not None
-        left = format_.decode(shape, stored[..., : self.mean_offset])
+        left = decode(format_, shape, stored[..., : self.mean_offset])
         return add_means(self.rotary, table, stored[..., self.mean_offset :], left)
 
     def pack(
@@ -240,3 +253,22 @@ class RecordLayout:
         """Return uint8[..., record_bytes] as k[..., P, Dk] and v[..., P, Dv]."""
         k_part, v_part = record[..., : self.v_offset], record[..., self.v_offset :]
         return self.decode("k", k_part, table), self.decode("v", v_part)
+
+    def reordered(self, order: Order) -> RecordLayout:
+        """Return the layout that stores the same numbers in another order."""
+        return replace(self, order=order)
+
+
+def relayout(record: torch.Tensor, source: RecordLayout, order: Order) -> torch.Tensor:
+    """Return records uint8[..., record_bytes] in another order: the same numbers, bit for bit."""
+    target = source.reordered(order)
+    parts = []
+    for role, begin, end in (
+        ("k", source.k_offset, source.mean_offset),
+        ("v", source.v_offset, source.record_bytes),
+    ):
+        role = cast("Role", role)
+        coded = source.format(role).split(source.part(role), record[..., begin:end])
+        parts.append(target.format(role).join(target.part(role), coded))
+    mean = record[..., source.mean_offset : source.k_bytes]
+    return torch.cat([parts[0], mean, parts[1]], dim=-1)

@@ -9,6 +9,8 @@ from kvcompile.codegen.cpu.attend import AttendGenerator
 from kvcompile.codegen.cpu.gather import GatherGenerator
 from kvcompile.codegen.cpu.linear import LinearGenerator
 from kvcompile.codegen.errors import UnsupportedKernelError
+from kvcompile.codegen.gpu import attend as gpu_attend
+from kvcompile.codegen.gpu.merge import MergeGenerator
 from kvcompile.codegen.source import Generator, KernelSource, Unsupported
 from kvcompile.codegen.spec import Spec
 
@@ -17,6 +19,8 @@ registry: dict[tuple[str, str], Generator[Any]] = {
     ("cpu", "attend"): AttendGenerator(),
     ("cpu", "gather"): GatherGenerator(),
     ("cpu", "linear"): LinearGenerator(),
+    ("gpu", "attend"): gpu_attend.AttendGenerator(),
+    ("gpu", "merge_splits"): MergeGenerator(),
 }
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from kvcompile.codegen.formats import get_format
+from kvcompile.codegen.formats import Order, get_format
 from kvcompile.codegen.rotary import Rotary
 
 Op = Literal["append", "attend", "gather"]
-Target = Literal["cpu"]
-IsaName = Literal["avx512", "avx2", "portable"]
+Target = Literal["cpu", "gpu"]
+IsaName = Literal["avx512", "avx2", "portable", "ptx", "triton"]
 DTypeName = Literal["fp32", "bf16", "fp16"]
 MaskKind = Literal["none", "causal", "bool", "additive"]
 Queries = Literal["one", "few"]
-Compute = Literal["fp32", "int8"]
+Compute = Literal["fp32", "int8", "fp16"]
 
 MOST_ROWS = 4
 """Most rows of a `linear`: beyond, the products cost more than reading the weights."""
@@ -38,7 +38,7 @@ class Spec(Protocol):
 
     @property
     def isa(self) -> IsaName:
-        """Vector instructions it may use."""
+        """Instructions it may use beyond those of its language."""
         ...
 
     @property
@@ -82,20 +82,60 @@ class LinearSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MergeSpec:
+    """A GPU kernel that joins the partial outputs of attend.
+
+    Attributes:
+        dtype: Type of the output.
+        head_dim_vo: Channels of the output.
+        q_heads_per_kv_head: Query heads that share a KV head.
+        most_splits: The most partial outputs of a row, a power of two.
+    """
+
+    dtype: DTypeName
+    head_dim_vo: int
+    q_heads_per_kv_head: int
+    most_splits: int
+    op: Literal["merge_splits"] = "merge_splits"
+    target: Target = "gpu"
+    isa: IsaName = "triton"
+    compute: None = None
+
+    def __post_init__(self) -> None:
+        """Check the splits.
+
+        Raises:
+            ValueError: They are no power of two.
+        """
+        if self.most_splits < 1 or self.most_splits & self.most_splits - 1:
+            raise ValueError(f"most_splits must be a power of two, not {self.most_splits}")
+
+    @property
+    def symbol(self) -> str:
+        """Name of the function, file, cache directory and test."""
+        dims = f"d{self.head_dim_vo}_g{self.q_heads_per_kv_head}_n{self.most_splits}"
+        return f"{self.op}_{self.isa}_{self.dtype}_{dims}"
+
+    def __str__(self) -> str:
+        return self.symbol
+
+
+@dataclass(frozen=True, kw_only=True)
 class KernelSpec:
     """One specialised kernel over a page store.
 
     Attributes:
         op: What the kernel does.
         target: Which printer prints it.
-        isa: Vector instructions it may use.
+        isa: Instructions it may use beyond those of its language: on a CPU those of its vectors, on
+            a GPU inline PTX or none.
         dtype: Type of the query, of new K and V and of the output.
         k_format: Name of the format K is stored in.
         v_format: Name of the format V is stored in.
         head_dim_qk: Channels of a query and of a key.
         head_dim_vo: Channels of a value and of the output.
         page_size: Tokens in a page.
-        layout: Order of the codes inside a record.
+        layout: Order of the numbers inside a record.
         q_heads_per_kv_head: Query heads that share a KV head (attend only).
         mask: Kind of mask (attend only).
         mask_dtype: Type of an additive mask: `dtype` or "fp32" (additive masks only).
@@ -104,7 +144,11 @@ class KernelSpec:
         q_group_size: Channels of V that share a scale (quantized formats only).
         num_sink_tokens: First tokens of a row, which lie in exact pages (quantized formats only).
         compute: How attend multiplies quantized K and V: "fp32" decodes them in registers, "int8"
-            rounds the query to int8 and the weights to 16 bits and multiplies integers.
+            rounds the query to int8 and the weights to 16 bits and multiplies integers, "fp16"
+            multiplies codes with the scaled query and weights, rounded to fp16.
+        softcap: Bound of the scores, cap * tanh(score / cap) (attend only; Gemma 2,
+            https://arxiv.org/abs/2408.00118).
+        sliding_window: Most recent tokens that a query sees, itself included (attend only).
         rotary: How K rotates, if its turning mean is kept beside its codes.
     """
 
@@ -117,7 +161,7 @@ class KernelSpec:
     head_dim_qk: int
     head_dim_vo: int
     page_size: int
-    layout: Literal["cpu16"] = "cpu16"
+    layout: Order = "cpu16"
     q_heads_per_kv_head: int | None = None
     mask: MaskKind | None = None
     mask_dtype: DTypeName | None = None
@@ -126,6 +170,8 @@ class KernelSpec:
     q_group_size: int | None = None
     num_sink_tokens: int | None = None
     compute: Compute | None = None
+    softcap: float | None = None
+    sliding_window: int | None = None
     rotary: Rotary | None = None
 
     def __post_init__(self) -> None:
@@ -142,7 +188,11 @@ class KernelSpec:
             if missing:
                 raise ValueError(f"an attend spec needs {', '.join(missing)}")
         else:
-            extra = [name for name in fields if getattr(self, name) is not None]
+            extra = [
+                name
+                for name in (*fields, "softcap", "sliding_window")
+                if getattr(self, name) is not None
+            ]
             if extra:
                 raise ValueError(f"{', '.join(extra)} mean nothing to {self.op}")
         grouped = (self.q_group_size is not None, self.num_sink_tokens is not None)
@@ -150,6 +200,10 @@ class KernelSpec:
             raise ValueError("q_group_size and num_sink_tokens go with quantized formats")
         if (self.compute is not None) != (self.is_grouped and self.op == "attend"):
             raise ValueError("compute goes with attend over quantized formats, and only with it")
+        if (self.target == "gpu") != (self.layout == "gpu16"):
+            raise ValueError(f"target {self.target} does not go with layout {self.layout}")
+        if (self.target == "gpu") != (self.isa in ("ptx", "triton")):
+            raise ValueError(f"target {self.target} does not go with isa {self.isa}")
         if self.rotary is not None and not get_format(self.k_format).is_grouped:
             raise ValueError("rotary goes with quantized keys, and only with them")
         if (self.mask == "additive") != (self.mask_dtype is not None):
@@ -182,6 +236,10 @@ class KernelSpec:
             parts.append(f"c{self.q_group_size}_s{self.num_sink_tokens}")
             parts += [self.rotary.symbol] if self.rotary else []
             parts += [f"x{self.compute}"] if self.compute else []
+        if self.softcap is not None:
+            cap = repr(float(self.softcap)).removesuffix(".0")
+            parts.append("cap" + cap.replace(".", "_").replace("-", "m").replace("+", ""))
+        parts += [f"w{self.sliding_window}"] if self.sliding_window is not None else []
         return "_".join(parts)
 
     def __str__(self) -> str:

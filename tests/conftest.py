@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+
+# Triton decides at its import, which torch's may be, whether kernels are interpreted.
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch  # noqa: E402
 
 pytest.register_assert_rewrite("tests.support")
 

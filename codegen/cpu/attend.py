@@ -201,6 +201,9 @@ class AttendGenerator:
                 f"a {spec.mask_dtype} mask with {spec.dtype} queries",
                 f"Convert the mask to fp32 or {spec.dtype}.",
             )
+        if spec.softcap is not None or spec.sliding_window is not None:
+            what = "a soft cap" if spec.softcap is not None else "a sliding window"
+            return Unsupported(f"{what} on a CPU", "Only GPU kernels are printed with it.")
         return quantized_attend.supports(spec)
 
     def generate(self, spec: KernelSpec) -> KernelSource:

@@ -1,7 +1,17 @@
 """Cache formats: how one tensor of K or V is stored in a page."""
 
 from kvcompile.codegen.errors import UnsupportedKernelError
-from kvcompile.codegen.formats.base import TILE, Format, PartShape, Role, padded_channels
+from kvcompile.codegen.formats.base import (
+    TILE,
+    Coded,
+    Format,
+    Order,
+    PartShape,
+    Role,
+    decode,
+    encode,
+    padded_channels,
+)
 from kvcompile.codegen.formats.exact import BF16, FP16, FP32
 from kvcompile.codegen.formats.float8 import FP8
 from kvcompile.codegen.formats.integer import INT1, INT2, INT3, INT4, INT8
@@ -25,4 +35,16 @@ def get_format(name: str) -> Format:
         raise UnsupportedKernelError(f"unknown cache format {name!r}; known: {known}") from None
 
 
-__all__ = ["FORMATS", "TILE", "Format", "PartShape", "Role", "get_format", "padded_channels"]
+__all__ = [
+    "FORMATS",
+    "TILE",
+    "Coded",
+    "Format",
+    "Order",
+    "PartShape",
+    "Role",
+    "decode",
+    "encode",
+    "get_format",
+    "padded_channels",
+]

@@ -9,11 +9,13 @@ import torch
 
 Role = Literal["k", "v"]
 
+Order = Literal["cpu16", "gpu16"]
+"""How numbers lie inside a part: for vector registers of 16 tokens, or for tiles of 16-bit words."""
+
 TILE = 16
 """Tokens that lie side by side in K, so that a vector register holds tokens."""
 
 CHANNEL_MULTIPLE = 8
-PART_MULTIPLE = 64
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -35,17 +37,38 @@ class PartShape:
         page_size: P, tokens.
         head_dim: D, channels.
         group_size: Channels of V that share a scale; the group of K is its page.
+        order: How its numbers lie.
     """
 
     role: Role
     page_size: int
     head_dim: int
     group_size: int
+    order: Order = "cpu16"
+
+    @property
+    def byte_multiple(self) -> int:
+        """What the bytes of a part are a multiple of: a cache line, or the widest load of a GPU."""
+        return 64 if self.order == "cpu16" else 16
 
     def channel_groups(self) -> list[range]:
         """Return the channels that share a scale within a token of V."""
         size = self.group_size
         return [range(c, min(c + size, self.head_dim)) for c in range(0, self.head_dim, size)]
+
+
+@dataclass(frozen=True)
+class Coded:
+    """The numbers of a part, wherever they lie.
+
+    Attributes:
+        codes: int32[..., P, C] with the pad channels; of an exact format its words [..., P, D].
+        scales: Per group of channels its scale and, if it has one, its minimum: fp32 tensors that
+            are bf16 numbers, K's [..., D], V's [..., P].
+    """
+
+    codes: torch.Tensor
+    scales: list[list[torch.Tensor]]
 
 
 class Format(Protocol):
@@ -86,13 +109,31 @@ class Format(Protocol):
         ...
 
     def part_bytes(self, shape: PartShape) -> int:
-        """Return the bytes of one part of a record, a multiple of 64."""
+        """Return the bytes of one part of a record, a multiple of `byte_multiple`."""
         ...
 
-    def encode(self, shape: PartShape, dense: torch.Tensor) -> torch.Tensor:
-        """Store dense[..., P, D] as uint8[..., part_bytes]."""
+    def quantize(self, shape: PartShape, dense: torch.Tensor) -> Coded:
+        """Return the numbers that stand for dense[..., P, D]."""
         ...
 
-    def decode(self, shape: PartShape, stored: torch.Tensor) -> torch.Tensor:
-        """Return uint8[..., part_bytes] as dense[..., P, D] of type `dtype`."""
+    def dequantize(self, shape: PartShape, coded: Coded) -> torch.Tensor:
+        """Return the numbers as dense[..., P, D] of type `dtype`."""
         ...
+
+    def join(self, shape: PartShape, coded: Coded) -> torch.Tensor:
+        """Lay numbers out as uint8[..., part_bytes]."""
+        ...
+
+    def split(self, shape: PartShape, stored: torch.Tensor) -> Coded:
+        """Undo `join`."""
+        ...
+
+
+def encode(format_: Format, shape: PartShape, dense: torch.Tensor) -> torch.Tensor:
+    """Store dense[..., P, D] as uint8[..., part_bytes]."""
+    return format_.join(shape, format_.quantize(shape, dense))
+
+
+def decode(format_: Format, shape: PartShape, stored: torch.Tensor) -> torch.Tensor:
+    """Return uint8[..., part_bytes] as dense[..., P, D] of the format's type."""
+    return format_.dequantize(shape, format_.split(shape, stored))

@@ -1,6 +1,6 @@
-"""The exact formats: floating-point words, reordered for vector kernels and nothing else.
+"""The exact formats: floating-point words, reordered for kernels and nothing else.
 
-K holds tiles of 16 tokens, [P/16][D'/w][16][w]: a register of K holds 16 tokens of one channel.
+On a GPU both K and V are [P][D']. For vector registers K holds tiles of 16 tokens, [P/16][D'/w][16][w]: a register of K holds 16 tokens of one channel.
 V holds [P/w][D'][w]: a register of V holds neighbouring channels of one token.
 w is 2 for bf16, whose pairs split into two fp32 registers by one shift and one mask; else 1.
 """
@@ -12,13 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kvcompile.codegen.formats.base import (
-    PART_MULTIPLE,
-    TILE,
-    PartShape,
-    padded_channels,
-    round_up,
-)
+from kvcompile.codegen.formats.base import TILE, Coded, PartShape, padded_channels, round_up
 
 
 @dataclass(frozen=True)
@@ -60,16 +54,26 @@ class ExactFormat:
         return padded_channels(shape.head_dim)
 
     def part_bytes(self, shape: PartShape) -> int:
-        """Return the bytes of one part of a record, a multiple of 64."""
+        """Return the bytes of one part of a record, a multiple of `byte_multiple`."""
         words = shape.page_size * self.channels(shape)
-        return round_up(words * self.dtype.itemsize, PART_MULTIPLE)
+        return round_up(words * self.dtype.itemsize, shape.byte_multiple)
 
-    def encode(self, shape: PartShape, dense: torch.Tensor) -> torch.Tensor:
-        """Store dense[..., P, D] (any floating type, rounded once) as uint8[..., part_bytes]."""
-        lead = dense.shape[:-2]
+    def quantize(self, shape: PartShape, dense: torch.Tensor) -> Coded:
+        """Return the words of dense[..., P, D] (any floating type, rounded once)."""
+        return Coded(dense.to(self.dtype), [])
+
+    def dequantize(self, shape: PartShape, coded: Coded) -> torch.Tensor:
+        """Return the words as they are."""
+        return coded.codes
+
+    def join(self, shape: PartShape, coded: Coded) -> torch.Tensor:
+        """Lay words [..., P, D] out as uint8[..., part_bytes]."""
+        lead = coded.codes.shape[:-2]
         channels, pair = self.channels(shape), self.interleave
-        words = F.pad(dense.to(self.dtype), (0, channels - shape.head_dim))
-        if shape.role == "k":
+        words = F.pad(coded.codes, (0, channels - shape.head_dim))
+        if shape.order == "gpu16":
+            pass
+        elif shape.role == "k":
             words = words.reshape(*lead, shape.page_size // TILE, TILE, channels // pair, pair)
             words = words.transpose(-3, -2)
         else:
@@ -77,18 +81,20 @@ class ExactFormat:
         stored = words.reshape(*lead, shape.page_size * channels).contiguous().view(torch.uint8)
         return F.pad(stored, (0, self.part_bytes(shape) - stored.shape[-1]))
 
-    def decode(self, shape: PartShape, stored: torch.Tensor) -> torch.Tensor:
-        """Return uint8[..., part_bytes] as dense[..., P, D] of type `dtype`, bit for bit."""
+    def split(self, shape: PartShape, stored: torch.Tensor) -> Coded:
+        """Undo `join`, bit for bit."""
         lead = stored.shape[:-1]
         channels, pair = self.channels(shape), self.interleave
         used = shape.page_size * channels * self.dtype.itemsize
         words = stored[..., :used].contiguous().view(self.dtype)
-        if shape.role == "k":
+        if shape.order == "gpu16":
+            pass
+        elif shape.role == "k":
             words = words.reshape(*lead, shape.page_size // TILE, channels // pair, TILE, pair)
             words = words.transpose(-3, -2)
         else:
             words = words.reshape(*lead, shape.page_size // pair, channels, pair).transpose(-2, -1)
-        return words.reshape(*lead, shape.page_size, channels)[..., : shape.head_dim]
+        return Coded(words.reshape(*lead, shape.page_size, channels)[..., : shape.head_dim], [])
 
 
 FP32 = ExactFormat("fp32", torch.float32, 1)

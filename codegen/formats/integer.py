@@ -4,7 +4,7 @@ With b > 1 bits the levels are evenly spaced from the smallest to the largest el
 as KIVI does. With one bit they are the mean -+ the mean absolute deviation: the two ends would be
 far from everything in between. 3 bits are a part of 2-bit fields followed by one of 1-bit fields.
 
-V of 8 bits is stored as c - 128, which is what the dot product of unsigned and signed bytes takes.
+For a CPU, V of 8 bits is stored as c - 128, which is what the dot product of unsigned and signed bytes takes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kvcompile.codegen.formats.base import PART_MULTIPLE, TILE, PartShape, round_up
+from kvcompile.codegen.formats import planes
+from kvcompile.codegen.formats.base import TILE, Coded, PartShape, round_up
 from kvcompile.codegen.formats.grouped import (
     bf16_down,
     bf16_up,
@@ -91,29 +92,50 @@ class IntegerFormat:
         return shape.page_size * self.channels(shape) * self.bits // 8
 
     def part_bytes(self, shape: PartShape) -> int:
-        """Return the bytes of one part of a record, a multiple of 64."""
+        """Return the bytes of one part of a record, a multiple of `byte_multiple`."""
+        if shape.order == "gpu16":
+            return planes.part_bytes(shape, self.channels(shape), self.planes, 2)
         scales = scale_bytes(shape, self.channels(shape), 2)
-        return round_up(self.code_bytes(shape) + scales, PART_MULTIPLE)
+        return round_up(self.code_bytes(shape) + scales, shape.byte_multiple)
 
-    def encode(self, shape: PartShape, dense: torch.Tensor) -> torch.Tensor:
-        """Quantize dense[..., P, D] to uint8[..., part_bytes]."""
-        channels = self.channels(shape)
+    def quantize(self, shape: PartShape, dense: torch.Tensor) -> Coded:
+        """Return the numbers that stand for dense[..., P, D]."""
         quantized = [self._quantize(group) for group in groups(shape, dense)]
         codes = ungroup(shape, [codes for codes, _ in quantized])
-        codes = F.pad(codes, (0, channels - shape.head_dim))
-        if self.bits == 8 and shape.role == "v":
+        codes = F.pad(codes, (0, self.channels(shape) - shape.head_dim))
+        return Coded(codes, [scales for _, scales in quantized])
+
+    def dequantize(self, shape: PartShape, coded: Coded) -> torch.Tensor:
+        """Return the numbers as fp32 [..., P, D]."""
+        parts = groups(shape, coded.codes[..., : shape.head_dim])
+        return ungroup(
+            shape,
+            [
+                c * s[..., None] + m[..., None]
+                for c, (s, m) in zip(parts, coded.scales, strict=True)
+            ],
+        )
+
+    def join(self, shape: PartShape, coded: Coded) -> torch.Tensor:
+        """Lay numbers out as uint8[..., part_bytes]."""
+        channels, codes = self.channels(shape), coded.codes
+        if shape.order == "gpu16":
+            return planes.join(shape, channels, self.planes, coded)
+        if self._is_signed(shape):
             codes = codes ^ 128
         parts, low = [], 0
         for bits in self.planes:
             parts.append(pack_fields(shape, codes >> low & (1 << bits) - 1, bits))
             low += bits
-        parts.append(pack_scales(shape, channels, [scales for _, scales in quantized]))
+        parts.append(pack_scales(shape, channels, coded.scales))
         stored = torch.cat(parts, dim=-1)
         return F.pad(stored, (0, self.part_bytes(shape) - stored.shape[-1]))
 
-    def decode(self, shape: PartShape, stored: torch.Tensor) -> torch.Tensor:
-        """Return uint8[..., part_bytes] as fp32 [..., P, D]."""
+    def split(self, shape: PartShape, stored: torch.Tensor) -> Coded:
+        """Undo `join`."""
         channels = self.channels(shape)
+        if shape.order == "gpu16":
+            return planes.split(shape, channels, self.planes, 2, stored)
         codes: torch.Tensor | int = 0
         begin, low = 0, 0
         for bits in self.planes:
@@ -121,14 +143,12 @@ class IntegerFormat:
             codes = codes | unpack_fields(shape, stored[..., begin:end], channels, bits) << low
             begin, low = end, low + bits
         assert isinstance(codes, torch.Tensor)
-        if self.bits == 8 and shape.role == "v":
+        if self._is_signed(shape):
             codes = codes ^ 128
-        scales = unpack_scales(shape, channels, stored[..., begin:], 2)
-        coded = groups(shape, codes[..., : shape.head_dim])
-        return ungroup(
-            shape,
-            [c * s[..., None] + m[..., None] for c, (s, m) in zip(coded, scales, strict=True)],
-        )
+        return Coded(codes, unpack_scales(shape, channels, stored[..., begin:], 2))
+
+    def _is_signed(self, shape: PartShape) -> bool:
+        return self.bits == 8 and shape.role == "v"
 
     def _quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return int32 codes and [scale, minimum] of groups along the last dimension."""

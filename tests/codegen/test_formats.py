@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompile.codegen.formats import FORMATS, PartShape, Role
+from kvcompile.codegen.formats import FORMATS, PartShape, Role, decode, encode
 from kvcompile.codegen.formats.grouped import bf16_down, bf16_up, pack_fields, unpack_fields
 from kvcompile.codegen.formats.integer import IntegerFormat
 from kvcompile.codegen.layout import RecordLayout, Window
@@ -64,7 +64,7 @@ def test_no_element_is_further_than_half_a_step_from_its_level(
     format_ = FORMATS[name]
     shape = PartShape(role, 64, 80, 64)
     x = data(kind, 64, 80)
-    back = format_.decode(shape, format_.encode(shape, x))
+    back = decode(format_, shape, encode(format_, shape, x))
     lowest, highest = (group_of(shape, x, reduce).double() for reduce in ("amin", "amax"))
     levels = 2**format_.bits - 1
     reach = highest - lowest + lowest.abs() / 128
@@ -79,7 +79,7 @@ def test_one_bit_keeps_the_nearer_of_two_levels(kind: str, role: Role) -> None:
     format_ = FORMATS["int1"]
     shape = PartShape(role, 32, 64, 64)
     x = data(kind, 32, 64)
-    back = format_.decode(shape, format_.encode(shape, x)).double()
+    back = decode(format_, shape, encode(format_, shape, x)).double()
     low, high = group_of(shape, back, "amin"), group_of(shape, back, "amax")
     best = torch.minimum((x - low).abs(), (x - high).abs())
     slack = (x.abs().max() + back.abs().max()) * 1e-6
@@ -99,7 +99,7 @@ def test_fp8_is_rounded_to_three_bits(kind: str, role: Role) -> None:
     format_ = FORMATS["fp8"]
     shape = PartShape(role, 32, 48, 32)
     x = data(kind, 32, 48)
-    back = format_.decode(shape, format_.encode(shape, x))
+    back = decode(format_, shape, encode(format_, shape, x))
     largest = group_of(shape, x.abs(), "amax").double()
     allowed = (x.abs().double() / 16).maximum(largest * 2.0**-10 / 448 * (1 + 1 / 128))
     assert bool(((back - x).abs() <= allowed * (1 + 1e-5)).all())
@@ -119,11 +119,11 @@ def test_bytes_per_token(name: str) -> None:
 def test_lead_dimensions_and_padding_change_nothing(name: str, role: Role, head_dim: int) -> None:
     format_, shape = FORMATS[name], PartShape(role, 32, head_dim, 64)
     x = torch.randn(2, 3, 32, head_dim)
-    stored = format_.encode(shape, x)
+    stored = encode(format_, shape, x)
     assert stored.shape == (2, 3, format_.part_bytes(shape))
-    assert torch.equal(stored[1, 2], format_.encode(shape, x[1, 2]))
-    assert torch.equal(format_.decode(shape, stored)[1, 2], format_.decode(shape, stored[1, 2]))
-    assert format_.decode(shape, stored).shape == x.shape
+    assert torch.equal(stored[1, 2], encode(format_, shape, x[1, 2]))
+    assert torch.equal(decode(format_, shape, stored)[1, 2], decode(format_, shape, stored[1, 2]))
+    assert decode(format_, shape, stored).shape == x.shape
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
@@ -168,7 +168,7 @@ def test_bit_widths_are_what_they_say() -> None:
     shape = PartShape("k", 64, 64, 64)
     errors = []
     for bits in (1, 2, 3, 4, 8):
-        back = IntegerFormat(bits).decode(shape, IntegerFormat(bits).encode(shape, x))
+        back = decode(IntegerFormat(bits), shape, encode(IntegerFormat(bits), shape, x))
         distinct = max(len(back[:, c].unique()) for c in range(64))
         assert min(2 ** (bits - 1), 32) < distinct <= 2**bits
         errors.append(float((back - x).abs().mean()))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcompile.codegen.formats import Role
+from kvcompile.codegen.formats import Role, decode
 from kvcompile.codegen.formats.grouped import pack_scales, unpack_scales
 from kvcompile.codegen.formats.integer import IntegerFormat
 from kvcompile.codegen.layout import RecordLayout
@@ -69,7 +69,7 @@ def levels(
     # With the scale 1 and the minimum 0, a code stands for itself.
     plain = [[torch.ones_like(scale), torch.zeros_like(low)] for scale, low in groups]
     only_codes = torch.cat([stored[..., :size], pack_scales(shape, channels, plain)], dim=-1)
-    codes = format_.decode(shape, only_codes)
+    codes = decode(format_, shape, only_codes)
 
     def spread(which: int) -> torch.Tensor:
         """Return the scales (0) or minima (1) of all elements."""

@@ -1,0 +1,1 @@
+"""The Triton printer: what GPUs run."""

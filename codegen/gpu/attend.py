@@ -1,0 +1,112 @@
+"""attend: split-KV attention of 1 to 16 query tokens over the pages of a store.
+
+The rows of a program are the query tokens of the query heads that share a KV head; the pages of a
+row of the batch are split among programs, and `merge_splits` joins what they leave
+(Flash-Decoding, https://pytorch.org/blog/flash-decoding). Sinks and ring, where pages are
+quantized, are one more program, the last one.
+"""
+
+from __future__ import annotations
+
+from kvcompile.codegen.errors import UnsupportedKernelError
+from kvcompile.codegen.formats import get_format
+from kvcompile.codegen.gpu import fragments, quantized
+from kvcompile.codegen.gpu.glossary import glossary
+from kvcompile.codegen.gpu.helpers import (
+    BITS,
+    MINIMA,
+    MINIMA_PTX,
+    POWER,
+    SCALES,
+    SCALES_PTX,
+    unpack_float_text,
+    unpack_text,
+)
+from kvcompile.codegen.gpu.shape import LEAST_TILE, GpuShape
+from kvcompile.codegen.gpu.text import Writer
+from kvcompile.codegen.source import KernelSource, Supported, Unsupported
+from kvcompile.codegen.spec import KernelSpec
+
+
+class AttendGenerator:
+    """Prints attend kernels."""
+
+    def supports(self, spec: KernelSpec) -> Supported | Unsupported:
+        """Say whether `spec` can be printed, and if not, why."""
+        try:
+            get_format(spec.k_format)
+            get_format(spec.v_format)
+            shape = GpuShape(spec)
+            _ = shape.layout
+        except (UnsupportedKernelError, ValueError) as error:
+            return Unsupported(str(error), "Choose sizes that go with the formats.")
+        if spec.rotary is not None:
+            return Unsupported("a turning mean of K on a GPU", "Leave separate_k_bias off.")
+        if spec.is_grouped and spec.compute not in ("fp16", "fp32"):
+            return Unsupported(f"compute {spec.compute}", "Choose fp16 or fp32.")
+        if spec.compute == "fp16" and spec.dtype == "fp32":
+            return Unsupported("fp16 products for an fp32 model", 'Choose compute "fp32".')
+        if shape.tile_tokens < LEAST_TILE:
+            return Unsupported(
+                f"{spec.k_format} K of {spec.head_dim_qk} and {spec.v_format} V of "
+                f"{spec.head_dim_vo} channels in pages of {spec.page_size} tokens",
+                f"Choose a page_size of at least {LEAST_TILE * shape.tiles}.",
+            )
+        if any(p.width < 16 for p in shape.k.pieces):
+            return Unsupported(f"{spec.k_format} K of {spec.head_dim_qk} channels", "")
+        return Supported()
+
+    def generate(self, spec: KernelSpec) -> KernelSource:
+        """Print the kernel of `spec`."""
+        shape = GpuShape(spec)
+        w = Writer()
+        w(*glossary(shape), "", "import triton", "import triton.language as tl", "", "")
+        for text in _helpers(shape):
+            w(*text.splitlines(), "", "")
+        w("@triton.jit", f"def {spec.symbol}(")
+        w(*fragments.parameters(shape))
+        with w.block("):"):
+            _body(w, shape)
+        return KernelSource(spec, w.text)
+
+
+def _helpers(shape: GpuShape) -> list[str]:
+    ptx = shape.spec.isa == "ptx"
+    texts = []
+    parts = [part for part in (shape.k, shape.v) if part.is_grouped]
+    dtype = "fp16" if shape.is_fp16 else "fp32"
+    if any(part.is_float for part in parts):
+        texts.append(unpack_float_text(ptx=ptx, dtype=dtype))
+    unpacked = {
+        (bits, part.role == "k" and shape.is_raw)
+        for part in parts
+        if not part.is_float
+        for bits in part.widths
+    }
+    texts += [
+        unpack_text(bits, ptx=ptx, dtype=dtype, raw=raw)
+        for bits, raw in sorted(unpacked, reverse=True)
+    ]
+    if any(not part.is_float for part in parts):
+        texts.append(BITS)
+    if shape.is_fp16:
+        texts.append(POWER)
+        if any(not part.is_float for part in parts):
+            texts.append(SCALES_PTX if ptx else SCALES)
+        if shape.k.is_grouped and not shape.k.is_float:
+            texts.append(MINIMA_PTX if ptx else MINIMA)
+    return texts
+
+
+def _body(w: Writer, shape: GpuShape) -> None:
+    fragments.rows(w, shape)
+    fragments.load_query(w, shape)
+    fragments.begin(w, shape)
+    if not shape.spec.is_grouped:
+        fragments.exact_pages(w, shape)
+    else:
+        with w.block("if split < splits - 1:"):
+            quantized.pages(w, shape)
+        with w.block("else:"):
+            fragments.window_pages(w, shape)
+    fragments.store_partial(w, shape)

@@ -1,0 +1,414 @@
+"""The fragments of attention, named after the mathematics.
+
+Letters of a program: M rows of queries, N tokens of a tile, W channels of a piece. Scores are in
+units of log2, so that weights are powers of two. What no query sees has the score -inf; the running
+maximum begins at -1e30, so that it is finite and the weight of what is not seen is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcompile.codegen.formats import TILE, Role
+from kvcompile.codegen.gpu.shape import (
+    EXACT_TILE,
+    POINTER_TYPE,
+    ROLES,
+    TRITON_TYPE,
+    TYPE_BYTES,
+    GpuShape,
+    Piece,
+)
+
+if TYPE_CHECKING:
+    from kvcompile.codegen.gpu.text import Writer
+
+LOG2E = 1.4426950408889634
+
+
+def parameters(shape: GpuShape) -> list[str]:
+    """Return the lines of the parameters."""
+    spec = shape.spec
+    lines = ["q_BHSD, q_sb, q_sh, q_ss,", "page_BN, page_stride, starts_B, kv_len,"]
+    if spec.is_grouped:
+        lines.append("quantized_B, ring_from_B, exact_BN, exact_stride,")
+    if spec.mask in ("bool", "additive"):
+        lines.append("mask_BHST, m_sb, m_sh, m_ss, m_st,")
+    lines.append("out_RND, lse_RN, scale_log2,")
+    if shape.has_blocks:
+        lines.append("num_kv_heads, query_len,")
+    return [f"    {line}" for line in lines]
+
+
+def rows(w: Writer, shape: GpuShape) -> None:
+    """Say which rows, tokens and split a program has."""
+    group, block = shape.group, shape.block_rows
+    w(
+        "split = tl.program_id(0)",
+        "splits = tl.num_programs(0)",
+        "b = tl.program_id(2).to(tl.int64)",
+    )
+    if shape.has_blocks:
+        w("h = (tl.program_id(1) % num_kv_heads).to(tl.int64)")
+        w(f"r = tl.program_id(1) // num_kv_heads * {block} + tl.arange(0, {block})")
+        w(f"rows = {'' if shape.is_one else 'query_len * '}{group}")
+    else:
+        w("h = tl.program_id(1).to(tl.int64)", "num_kv_heads = tl.num_programs(1)")
+        w(f"r = tl.arange(0, {block})", f"rows = {group}")
+    w("live_rows = (r < rows)[:, None]")
+    if shape.is_one:
+        w(f"head = h * {group} + r")
+    else:
+        w(f"s = r // {group}  # query token", f"head = h * {group} + r % {group}")
+    w(
+        "start = tl.load(starts_B + b)",
+        "stored = (tl.load(kv_len) - start).to(tl.int32)  # tokens of this row",
+    )
+    window = shape.spec.sliding_window
+    if window is not None and shape.is_one:
+        w(f"first_seen = stored - {window}")
+    elif window is not None:
+        w(f"first_seen = stored - query_len - {window - 1}  # by the first query token")
+    w("")
+
+
+def load_query(w: Writer, shape: GpuShape) -> None:
+    """Load the query, piece by piece of K."""
+    step = "" if shape.is_one else " + s * q_ss"
+    w("# load_query", f"q_row = (q_BHSD + b * q_sb + head * q_sh{step})[:, None]")
+    for piece in shape.k.pieces:
+        inside = within(piece, shape.spec.head_dim_qk)
+        seen = f"live_rows & {inside}" if inside else "live_rows"
+        w(f"q{piece.name} = tl.load(q_row + {channels(piece)}, mask={seen}, other=0.0)")
+    w("")
+
+
+def channels(piece: Piece) -> str:
+    """Return the channels of a piece, along the columns of a tile."""
+    begin = f"{piece.offset} + " if piece.offset else ""
+    return (
+        f"({begin}tl.arange(0, {piece.width}))[None, :]"
+        if begin
+        else (f"tl.arange(0, {piece.width})[None, :]")
+    )
+
+
+def within(piece: Piece, count: int) -> str:
+    """Return the condition that a channel is one of the first `count`, or nothing."""
+    return f"({channels(piece)} < {count})" if piece.offset + piece.width > count else ""
+
+
+def begin(w: Writer, shape: GpuShape) -> None:
+    """Begin with no weight."""
+    block = shape.block_rows
+    w(f"m = tl.full([{block}], -1e30, tl.float32)")
+    if shape.has_sums:
+        w(f"sums = tl.zeros([{block}, {shape.sum_columns}], tl.float32)")
+        w(f"column = tl.arange(0, {shape.sum_columns})[None, :]")
+    else:
+        w(f"l = tl.zeros([{block}], tl.float32)")
+    for piece in shape.v.pieces:
+        w(f"o{piece.name} = tl.zeros([{block}, {piece.width}], tl.float32)")
+    if shape.has_unit:
+        w("unit = tl.full((), 127, tl.int32)  # o counts in 2^(unit - 127)")
+    w("")
+
+
+def exact_pages(w: Writer, shape: GpuShape) -> None:
+    """Go over pages of exact words."""
+    size, block = shape.spec.page_size, shape.block_tokens
+    w("# the pages of this split")
+    w(
+        f"per_split = tl.cdiv(tl.cdiv(stored, {size}), splits) * {size}",
+        "begin = split * per_split",
+        "end = tl.minimum(begin + per_split, stored)",
+        f"n = tl.arange(0, {block})",
+    )
+    if shape.spec.sliding_window is not None:
+        w(f"begin = tl.maximum(begin, tl.maximum(first_seen, 0) // {block} * {block})")
+    table = "page_BN + b * page_stride"
+    w(f"page = tl.load({table} + begin // {size}, mask=begin < end, other=0)")
+    with w.block(f"for t in range(begin, end, {block}):"):
+        point_to_record(w, shape)
+        w(
+            f"page = tl.load({table} + (t + {block}) // {size}, mask=t + {block} < end, other=0)"
+            "  # one ahead"
+        )
+        slots = "n" if block == size else f"t % {size} + n"
+        w("tokens = t + n", "live = tokens < end")
+        load_words(w, shape, "k", f"({slots})[:, None]", "")
+        scores(w, shape, "q", "x", exact=True)
+        units = finish_scores(w, shape, "x", EXACT_UNITS)
+        mask(w, shape, "x", "tokens", "live")
+        online_softmax(w, ["x"], ["p"], units)
+        load_words(w, shape, "v", f"({slots})[:, None]", "live")
+        accumulate(w, shape, block)
+
+
+def window_pages(w: Writer, shape: GpuShape) -> None:
+    """Go over sinks and ring, which lie in exact pages."""
+    spec, size, block = shape.spec, TILE, EXACT_TILE
+    window = shape.layout.window
+    assert window is not None
+    sinks, ring_slot = window.num_sink_tokens, window.sink_pages * TILE - window.num_sink_tokens
+    w("# the exact pages: sinks, then the ring")
+    w(
+        f"sinks = tl.minimum(stored, {sinks})",
+        f"quantized = tl.minimum(tl.load(quantized_B + b) * {spec.page_size}, stored - sinks)",
+        f"ring_slot = {ring_slot} - tl.load(ring_from_B + b) * {spec.page_size}",
+        f"j = tl.arange(0, {block})",
+    )
+    with w.block(f"for t in tl.range(0, stored - quantized, {block}, num_stages=1):"):
+        w(
+            "tokens = tl.where(t + j < sinks, t + j, t + j + quantized)",
+            "live = tokens < stored",
+            f"slots = tl.where(t + j < sinks, tokens, ring_slot + tokens)",
+            f"page = tl.load(exact_BN + b * exact_stride + slots // {size}, mask=live, other=0)",
+        )
+        point_to_record(w, shape, exact=True)
+        load_words(w, shape, "k", f"(slots % {size})[:, None]", "live")
+        scores(w, shape, "q", "x", exact=True)
+        units = finish_scores(w, shape, "x", EXACT_UNITS)
+        mask(w, shape, "x", "tokens", "live")
+        online_softmax(w, ["x"], ["p"], units)
+        load_words(w, shape, "v", f"(slots % {size})[:, None]", "live")
+        accumulate(w, shape, block)
+
+
+def load_words(w: Writer, shape: GpuShape, role: Role, slots: str, live: str) -> None:
+    """Load a tile of exact words of K or V, in the pieces of its part.
+
+    Args:
+        w: The module.
+        shape: Its numbers.
+        role: K or V.
+        slots: The slots of the page, along the rows.
+        live: Condition on the tokens, if not all may be loaded.
+    """
+    beside = shape.spec.is_grouped
+    part = shape.part(role, exact=beside)
+    words, wanted = part.name, shape.product_type(role, exact=beside)
+    pointer = place(words, part.offset)
+    w(f"{role}_words = {f'({pointer})[:, None]' if beside else pointer}")
+    cast = "" if wanted == words else f".to({TRITON_TYPE[wanted]})"
+    for piece in shape.k.pieces if role == "k" else shape.v.pieces:
+        inside = within(piece, part.channels)
+        seen = " & ".join(x for x in (f"{live}[:, None]" if live else "", inside) if x)
+        masked = f", mask={seen}, other=0.0" if seen else ""
+        w(
+            f"{role}{piece.name} = tl.load({role}_words + {slots} * {part.channels} + "
+            f"{channels(piece)}{masked}){cast}"
+        )
+
+
+def point_to_record(w: Writer, shape: GpuShape, *, exact: bool = False) -> None:
+    """Name the record of a page, as a pointer to each type of what lies in it.
+
+    Args:
+        w: The module.
+        shape: Its numbers.
+        exact: Whether it is the record of an exact page beside quantized ones.
+    """
+    layout = shape.layout.exact if exact else shape.layout
+    w(f"record = page + h * {layout.record_bytes}")
+    parts = [shape.part(role, exact=exact) for role in ROLES]
+    types = dict.fromkeys(name for part in parts for name in part.types)
+    for name in types:
+        w(f"as_{name} = tl.multiple_of(record.to(tl.pointer_type({POINTER_TYPE[name]})), 16)")
+
+
+def place(name: str, offset: int) -> str:
+    """Return the pointer to the byte `offset` of the record, as to a type."""
+    words = offset // TYPE_BYTES[name]
+    return f"as_{name} + {words}" if words else f"as_{name}"
+
+
+def scores(
+    w: Writer,
+    shape: GpuShape,
+    query: str,
+    x: str,
+    *,
+    exact: bool,
+    tile: str = "",
+    beside: bool = True,
+) -> None:
+    """Multiply the query with a tile of K: x = q K^T, piece by piece.
+
+    Args:
+        w: The module.
+        shape: Its numbers.
+        query: What the pieces of the query are called by.
+        x: Name of the result.
+        exact: Whether K is words, whose product only lacks the scale.
+        tile: What the tile's pieces end in.
+        beside: Whether the words are those of exact pages beside quantized ones.
+    """
+    role_type = shape.product_type("k", exact=shape.spec.is_grouped and exact and beside)
+    ieee = ', input_precision="ieee"' if role_type == "fp32" else ""
+    cast = ""
+    if exact and role_type == "fp32" and shape.spec.dtype != "fp32":
+        cast = ".to(tl.float32)"
+    for i, piece in enumerate(shape.k.pieces):
+        name = piece.name
+        before = f", {x}" if i else ""
+        w(f"{x} = tl.dot({query}{name}{cast}, k{name}{tile}.T{before}{ieee})")
+
+
+@dataclass(frozen=True)
+class Units:
+    """How products become scores: product * factor + offset, the factor positive.
+
+    Attributes:
+        factor: One number; nothing is 1.
+        row_factor: One number per row; nothing is 1.
+        offset: One number per row; nothing is 0.
+    """
+
+    factor: str = ""
+    row_factor: str = ""
+    offset: str = ""
+
+    def of(self, x: str) -> str:
+        """Return the scores of products along the columns of a tile."""
+        return f"{self.scaled(x)}{f' + {self.offset}[:, None]' if self.offset else ''}"
+
+    def scaled(self, x: str) -> str:
+        """Return the scores without the offset."""
+        rows = f"{self.row_factor}[:, None]" if self.row_factor else ""
+        return " * ".join(name for name in (x, self.factor, rows) if name)
+
+    def of_row(self, x: str) -> str:
+        """Return the scores of one product per row."""
+        scaled = " * ".join(name for name in (x, self.factor, self.row_factor) if name)
+        return f"{scaled} + {self.offset}" if self.offset else scaled
+
+
+EXACT_UNITS = Units("scale_log2")
+"""Units of the products of words."""
+
+
+def finish_scores(w: Writer, shape: GpuShape, x: str, units: Units) -> Units:
+    """Turn products into scores where something is done with these; return the units left."""
+    if shape.spec.softcap is None and shape.spec.mask != "additive":
+        return units
+    w(f"{x} = {units.of(x)}")
+    cap(w, shape, x)
+    return Units()
+
+
+def cap(w: Writer, shape: GpuShape, x: str) -> None:
+    """Bound scores: cap * tanh(score / cap)."""
+    softcap = shape.spec.softcap
+    if softcap is not None:
+        # tanh(y) = 1 - 2 / (1 + e^2y), and e^2y = 2^(x * 2 / cap) for a score x in units of log2.
+        w(
+            f"{x} = {softcap * LOG2E!r} * (1.0 - 2.0 / (1.0 + tl.exp2({x} * {2.0 / softcap!r})))"
+            f"  # {softcap:g} * tanh"
+        )
+
+
+def mask(w: Writer, shape: GpuShape, x: str, tokens: str, live: str) -> None:
+    """Give the score -inf to what a query does not see, and add an additive mask.
+
+    Args:
+        w: The module.
+        shape: Its numbers.
+        x: The scores.
+        tokens: Numbers of the tokens in their row of the batch.
+        live: Condition on the tokens, or nothing if all are stored.
+    """
+    spec = shape.spec
+    seen = [f"{live}[None, :]"] if live else []
+    if spec.sliding_window is not None:
+        if shape.is_one:
+            seen.append(f"({tokens} >= first_seen)[None, :]")
+        else:
+            seen.append(f"({tokens}[None, :] >= first_seen + s[:, None])")
+    if spec.mask == "causal":
+        column = f"(start + {tokens})[None, :]"
+        seen.append(f"({column} <= {'0' if shape.is_one else 's[:, None]'})")
+    if spec.mask in ("bool", "additive"):
+        step = "" if shape.is_one else " + s * m_ss"
+        where = f"(head * m_sh{step})[:, None] + (start + {tokens})[None, :] * m_st"
+        both = f"live_rows & {live}[None, :]" if live else "live_rows"
+        w(f"given = tl.load(mask_BHST + b * m_sb + {where}, mask={both}, other=0)")
+        if spec.mask == "bool":
+            seen.append("(given != 0)")
+        else:
+            w(f"{x} += given.to(tl.float32) * {LOG2E!r}")
+    if seen:
+        w(f'{x} = tl.where({" & ".join(seen)}, {x}, -float("inf"))')
+
+
+def online_softmax(w: Writer, x: list[str], p: list[str], units: Units) -> None:
+    """Turn scores into weights relative to the running maximum; a shrinks what there was."""
+    largest = x[0]
+    for name in x[1:]:
+        largest = f"tl.maximum({largest}, {name})"
+    largest = units.of_row(f"tl.max({largest}, 1)")
+    w(f"m_next = tl.maximum(m, {largest})", "a = tl.exp2(m - m_next)", "m = m_next")
+    below = "m"
+    if units.offset:
+        below = "below"
+        w(f"below = m - {units.offset}")
+    for score, weight in zip(x, p, strict=True):
+        w(f"{weight} = tl.exp2({units.scaled(score)} - {below}[:, None])")
+
+
+def accumulate(w: Writer, shape: GpuShape, block: int) -> None:
+    """Add a tile of exact words of V, weighted."""
+    wanted = shape.product_type("v", exact=shape.spec.is_grouped)
+    if shape.has_sums:
+        ones = "tl.where(column < {0}, 1.0, 0.0)".format(shape.sum_columns // 2)
+        if not shape.has_minima:
+            ones = f"tl.full([1, {shape.sum_columns}], 1.0, tl.float32)"
+        sum_type = TRITON_TYPE[wanted]
+        w(
+            f"sums = tl.dot(p.to({sum_type}), tl.broadcast_to({ones}, {block}, "
+            f"{shape.sum_columns}).to({sum_type}), sums * a[:, None])"
+        )
+    else:
+        w("l = l * a + tl.sum(p, 1)")
+    ieee = ', input_precision="ieee"' if wanted == "fp32" else ""
+    w(f"p = p.to({TRITON_TYPE[wanted]})") if wanted != "fp32" else None
+    for piece in shape.v.pieces:
+        name = piece.name
+        w(f"o{name} = tl.dot(p, v{name}, o{name} * a[:, None]{ieee})")
+
+
+def store_partial(w: Writer, shape: GpuShape) -> None:
+    """Store the normalised output and its log2-sum-exp; of nothing it is -inf."""
+    w("", "# store_partial")
+    if shape.has_minima:
+        half = shape.sum_columns // 2
+        each = half // shape.minimum_groups
+        w(f"l = tl.sum(tl.where(column < {half}, sums, 0.0), 1) * {1 / half!r}")
+        for group in range(shape.v.groups):
+            low = half + group * each
+            inside = f"(column >= {low}) & (column < {low + each})"
+            w(f"c{group} = tl.sum(tl.where({inside}, sums, 0.0), 1) * {1 / each!r}")
+    elif shape.has_sums:
+        w(f"l = tl.sum(sums, 1) * {1 / shape.sum_columns!r}")
+    w(
+        "some = l > 0",
+        "over_l = (1.0 / tl.where(some, l, 1.0))[:, None]",
+        "row = ((b * num_kv_heads + h) * rows + r) * splits + split",
+        'lse = tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), -float("inf"))',
+        "tl.store(lse_RN + row, lse, mask=r < rows)",
+    )
+    count = shape.spec.head_dim_vo
+    for piece in shape.v.pieces:
+        name = piece.name
+        inside = within(piece, count)
+        seen = f"live_rows & {inside}" if inside else "live_rows"
+        value = f"o{name}"
+        if shape.has_minima:
+            value = f"({value} + c{piece.group}[:, None])"
+        if shape.has_unit:
+            value += " * power(unit)"
+        w(
+            f"tl.store(out_RND + row[:, None] * {count} + {channels(piece)}, "
+            f"{value} * over_l, mask={seen})"
+        )

@@ -1,0 +1,52 @@
+"""The docstring of a generated module: its letters, shapes and bytes."""
+
+from __future__ import annotations
+
+from kvcompile.codegen.formats import TILE
+from kvcompile.codegen.gpu.shape import GpuShape
+
+
+def glossary(shape: GpuShape) -> list[str]:
+    """Return the lines of the docstring of an attend module."""
+    spec, layout = shape.spec, shape.layout
+    k, v = layout.k_bytes / spec.page_size, layout.v_bytes / spec.page_size
+    queries = "1" if shape.is_one else "1..16"
+    masks = {
+        "none": "none: every stored token is visible",
+        "causal": "query token s sees the tokens t <= s",
+        "bool": "mask_BHST int8, not 0 = visible",
+        "additive": f"mask_BHST {spec.mask_dtype}, added to the scores, -inf = not visible",
+    }
+    assert spec.mask is not None
+    lines = [
+        f'"""{spec.symbol}',
+        "out = softmax(q K^T * scale + mask) V, K and V in pages",
+        "",
+        f"B rows   K KV heads   G {shape.group} query heads per KV head   H = K * G",
+        f"S {queries} query tokens   T kv_len tokens   "
+        f"Dk {spec.head_dim_qk}   Dv {spec.head_dim_vo}   P {spec.page_size}",
+        f"q_BHSD     {spec.dtype}; strides in elements, the last one is 1",
+        "page_BN    int64 addresses of pages; a page is a record of each KV head",
+        "starts_B   int32, tokens of left padding, which own no page; kv_len int64, one number",
+        f"mask       {masks[spec.mask]}",
+        f"record     K {spec.k_format}, V {spec.v_format}: {k:g} (K) + {v:g} (V) = {k + v:g} bytes "
+        "per cached token and KV head",
+    ]
+    if spec.is_grouped:
+        lines += [
+            "quantized_B, ring_from_B  int32, quantized pages, and the one that the ring begins at",
+            f"exact_BN   int64 addresses of exact pages: {TILE} tokens of K and V {spec.dtype}; "
+            f"{spec.num_sink_tokens} sinks, then the ring",
+            f"products   {spec.compute}",
+        ]
+    if spec.softcap is not None:
+        lines.append(f"softcap    {spec.softcap:g}: scores are cap * tanh(score / cap)")
+    if spec.sliding_window is not None:
+        lines.append(f"window     a query sees the last {spec.sliding_window} tokens up to its own")
+    return [
+        *lines,
+        f"grid       splits, KV heads{' x blocks of rows' if shape.has_blocks else ''}, B",
+        "out_RND    fp32, one row per query head and token, one partial output per split",
+        "lse_RN     fp32, log2 of the sum of 2^score of a partial output",
+        '"""',
+    ]

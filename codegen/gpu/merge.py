@@ -1,0 +1,70 @@
+"""merge_splits: joins the partial outputs that the splits of a row leave."""
+
+from __future__ import annotations
+
+from kvcompile.codegen.gpu.shape import TRITON_TYPE
+from kvcompile.codegen.gpu.text import Writer
+from kvcompile.codegen.source import KernelSource, Supported, Unsupported
+from kvcompile.codegen.spec import MergeSpec
+
+MOST_SPLITS = 256
+
+
+class MergeGenerator:
+    """Prints merge_splits kernels."""
+
+    def supports(self, spec: MergeSpec) -> Supported | Unsupported:
+        """Say whether `spec` can be printed, and if not, why."""
+        if spec.most_splits > MOST_SPLITS:
+            return Unsupported(f"{spec.most_splits} splits", f"At most {MOST_SPLITS} are merged.")
+        return Supported()
+
+    def generate(self, spec: MergeSpec) -> KernelSource:
+        """Print the kernel of `spec`."""
+        w = Writer()
+        group, dim = spec.q_heads_per_kv_head, spec.head_dim_vo
+        width = 1 << (dim - 1).bit_length()
+        w(
+            f'"""{spec.symbol}',
+            "out = sum of 2^(lse - max) partial / sum of 2^(lse - max), over splits",
+            "",
+            "out_RND    fp32, one row per query head and token, one partial output per split",
+            "lse_RN     fp32; -inf for a split without tokens, whose partial output is not read",
+            f"out_BHSD   {spec.dtype}; strides in elements, the last one is 1",
+            f"rows       of a KV head: {group} query heads of each query token",
+            "grid       R, rows of all KV heads of all rows of the batch",
+            '"""',
+            "",
+            "import triton",
+            "import triton.language as tl",
+            "",
+            "",
+            "@triton.jit",
+            f"def {spec.symbol}(",
+            "    out_RND, lse_RN, splits,",
+            "    out_BHSD, o_sb, o_sh, o_ss,",
+            "    num_kv_heads, rows,",
+        )
+        inside = f" & (d < {dim})[None, :]" if width != dim else ""
+        with w.block("):"):
+            w(
+                "row = tl.program_id(0).to(tl.int64)",
+                "r = row % rows",
+                "h = row // rows % num_kv_heads",
+                "b = row // rows // num_kv_heads",
+                f"n = tl.arange(0, {spec.most_splits})",
+                f"d = tl.arange(0, {width})",
+                'lse = tl.load(lse_RN + row * splits + n, mask=n < splits, other=-float("inf"))',
+                "m = tl.maximum(tl.max(lse, 0), -1e30)",
+                "weight = tl.exp2(lse - m)",
+                f"some = (weight > 0)[:, None]{inside}",
+                f"at = (row * splits + n)[:, None] * {dim} + d[None, :]",
+                "partial = tl.load(out_RND + at, mask=some, other=0.0)",
+                "total = tl.sum(weight, 0)",
+                "out = tl.sum(partial * weight[:, None], 0) / tl.where(total > 0, total, 1.0)",
+                f"head = h * {group} + r % {group}",
+                f"at = b * o_sb + head * o_sh + r // {group} * o_ss + d",
+                f"tl.store(out_BHSD + at, out.to({TRITON_TYPE[spec.dtype]})"
+                f"{f', mask=d < {dim}' if width != dim else ''})",
+            )
+        return KernelSource(spec, w.text)

@@ -1,0 +1,128 @@
+"""GPU attend kernels in Triton's interpreter, against float64 attention over what is stored.
+
+Every page slot, partial output and scale that must not be read is NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.support import triton_interpreter  # noqa: F401 -- repairs it before a kernel is loaded
+from tests.support.gpu_pages import (
+    MOST_ERROR,
+    GpuCase,
+    GpuPages,
+    attend,
+    case_dtype,
+    expected,
+    worst_error,
+)
+
+
+def tokens_of(case: GpuCase, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V [B, K, T, D] whose channels have means and sizes of their own."""
+    k, v = (
+        torch.randn(batch, case.kv_heads, length, dim)
+        * torch.logspace(-1, 0.5, dim)[torch.randperm(dim)]
+        + torch.randn(1, case.kv_heads, 1, dim)
+        for dim in case.dims
+    )
+    return k.to(case_dtype(case)), v.to(case_dtype(case))
+
+
+def check(
+    case: GpuCase,
+    *,
+    length: int = 150,
+    starts: tuple[int, ...] = (0, 13),
+    queries: int = 1,
+    splits: int = 3,
+) -> None:
+    k, v = tokens_of(case, len(starts), length)
+    pages = GpuPages(case, k, v, starts)
+    heads = case.group * case.kv_heads
+    q = torch.randn(len(starts), queries, heads, case.dims[0]).transpose(1, 2).to(case_dtype(case))
+    mask = None
+    if case.mask == "bool":
+        mask = torch.rand(len(starts), 1, queries, length) > 0.3
+    elif case.mask == "additive":
+        mask = torch.randn(len(starts), heads, queries, length)
+        mask = mask.masked_fill(torch.rand_like(mask) < 0.3, -torch.inf)
+        mask = mask.to(case_dtype(replace(case, dtype=case.mask_dtype or case.dtype)))
+    out = attend(pages, q, splits=splits, mask=mask)
+    error = worst_error(out, expected(pages, q, mask=mask))
+    assert error < MOST_ERROR, f"{case}: {error:.2f} roundings"
+
+
+FLAVOURS = ["ptx", "triton"]
+FORMATS = ["bf16", "fp8", "int8", "int4", "int3", "int2", "int1"]
+
+
+@pytest.mark.parametrize("isa", FLAVOURS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name: str, isa: str) -> None:
+    check(GpuCase(k=name, isa=isa, dims=(128, 128), page_size=64), length=230)
+
+
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [
+        ("int8", "int4"),
+        ("int4", "bf16"),
+        ("bf16", "int2"),
+        ("fp8", "int4"),
+        ("int2", "int8"),
+        ("int3", "fp8"),
+    ],
+)
+def test_mixed_formats(k: str, v: str) -> None:
+    check(GpuCase(k=k, v=v, page_size=64), length=200)
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+def test_page_sizes(name: str, page_size: int) -> None:
+    case = GpuCase(k=name, page_size=page_size)
+    if case.is_printed:
+        check(case, length=3 * page_size + 75)
+
+
+@pytest.mark.parametrize("dim", [32, 56, 64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "int2"])
+def test_head_dims(name: str, dim: int) -> None:
+    case = GpuCase(k=name, dims=(dim, dim), page_size=64)
+    case = case if case.is_printed else replace(case, page_size=128)
+    assert case.is_printed
+    check(case, length=200, starts=(7,))
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 6, 7, 9, 71])
+@pytest.mark.parametrize("name", ["bf16", "int4"])
+def test_groups(name: str, group: int) -> None:
+    check(GpuCase(k=name, group=group, kv_heads=1, page_size=64), starts=(7,))
+
+
+@pytest.mark.parametrize("queries", [2, 5, 16])
+@pytest.mark.parametrize("mask", ["bool", "additive", "none", "causal"])
+@pytest.mark.parametrize("name", ["bf16", "int4"])
+def test_masks_and_queries(name: str, mask: str, queries: int) -> None:
+    case = GpuCase(
+        k=name,
+        page_size=64,
+        mask=mask,
+        mask_dtype="bf16" if mask == "additive" else None,
+        queries="few",
+        group=5,
+    )
+    check(case, queries=queries, starts=(3, 0))
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 31, 32, 33, 36, 63, 64, 65, 99, 100, 101])
+@pytest.mark.parametrize("name", ["bf16", "int4"])
+def test_lengths_and_empty_splits(name: str, length: int) -> None:
+    check(GpuCase(k=name), length=length, starts=(0, min(2, length - 1)), splits=5)
