@@ -9,6 +9,7 @@ from kvcompile.codegen.cpu.attend import AttendGenerator
 from kvcompile.codegen.cpu.gather import GatherGenerator
 from kvcompile.codegen.cpu.linear import LinearGenerator
 from kvcompile.codegen.errors import UnsupportedKernelError
+from kvcompile.codegen.gpu import append as gpu_append
 from kvcompile.codegen.gpu import attend as gpu_attend
 from kvcompile.codegen.gpu.merge import MergeGenerator
 from kvcompile.codegen.source import Generator, KernelSource, Unsupported
@@ -19,6 +20,7 @@ registry: dict[tuple[str, str], Generator[Any]] = {
     ("cpu", "attend"): AttendGenerator(),
     ("cpu", "gather"): GatherGenerator(),
     ("cpu", "linear"): LinearGenerator(),
+    ("gpu", "append"): gpu_append.AppendGenerator(),
     ("gpu", "attend"): gpu_attend.AttendGenerator(),
     ("gpu", "merge_splits"): MergeGenerator(),
 }

@@ -11,8 +11,14 @@ from kvcompile.codegen.formats import TILE
 from kvcompile.codegen.gpu import quantize
 from kvcompile.codegen.gpu.fragments import channels, place, point_to_record, within
 from kvcompile.codegen.gpu.glossary import append_glossary
-from kvcompile.codegen.gpu.shape import ROLES, TRITON_TYPE, GpuShape, Part, Piece, cut
-from kvcompile.codegen.gpu.support import supports_records
+from kvcompile.codegen.gpu.shape import (
+    ROLES,
+    TRITON_TYPE,
+    GpuShape,
+    Part,
+    Piece,
+    supports_records,
+)
 from kvcompile.codegen.gpu.text import Writer
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import KernelSpec
@@ -64,10 +70,10 @@ def _body(w: Writer, shape: GpuShape) -> None:
     )
     with w.block("if program < exact_programs:"):
         _write_tokens(w, shape)
-    with w.block("else:"):
-        w("number = ring_from + program - exact_programs")
-        with w.block("if number < quantized:"):
-            quantize.page(w, shape)
+        w("return")
+    w("number = ring_from + program - exact_programs")
+    with w.block("if number < quantized:"):
+        quantize.page(w, shape)
 
 
 def _write_tokens(w: Writer, shape: GpuShape) -> None:

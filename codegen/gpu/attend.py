@@ -8,8 +8,6 @@ quantized, are one more program, the last one.
 
 from __future__ import annotations
 
-from kvcompile.codegen.errors import UnsupportedKernelError
-from kvcompile.codegen.formats import get_format
 from kvcompile.codegen.gpu import fragments, quantized
 from kvcompile.codegen.gpu.glossary import glossary
 from kvcompile.codegen.gpu.helpers import (
@@ -22,7 +20,7 @@ from kvcompile.codegen.gpu.helpers import (
     unpack_float_text,
     unpack_text,
 )
-from kvcompile.codegen.gpu.shape import LEAST_TILE, GpuShape
+from kvcompile.codegen.gpu.shape import LEAST_TILE, GpuShape, supports_records
 from kvcompile.codegen.gpu.text import Writer
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import KernelSpec
@@ -33,15 +31,10 @@ class AttendGenerator:
 
     def supports(self, spec: KernelSpec) -> Supported | Unsupported:
         """Say whether `spec` can be printed, and if not, why."""
-        try:
-            get_format(spec.k_format)
-            get_format(spec.v_format)
-            shape = GpuShape(spec)
-            _ = shape.layout
-        except (UnsupportedKernelError, ValueError) as error:
-            return Unsupported(str(error), "Choose sizes that go with the formats.")
-        if spec.rotary is not None:
-            return Unsupported("a turning mean of K on a GPU", "Leave separate_k_bias off.")
+        records = supports_records(spec)
+        if isinstance(records, Unsupported):
+            return records
+        shape = GpuShape(spec)
         if spec.is_grouped and spec.compute not in ("fp16", "fp32"):
             return Unsupported(f"compute {spec.compute}", "Choose fp16 or fp32.")
         if spec.compute == "fp16" and spec.dtype == "fp32":

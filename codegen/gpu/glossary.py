@@ -6,10 +6,52 @@ from kvcompile.codegen.formats import TILE
 from kvcompile.codegen.gpu.shape import GpuShape
 
 
-def glossary(shape: GpuShape) -> list[str]:
-    """Return the lines of the docstring of an attend module."""
+def append_glossary(shape: GpuShape) -> list[str]:
+    """Return the lines of the docstring of an append module."""
+    spec = shape.spec
+    lines = [
+        f'"""{spec.symbol}',
+        "writes new K and V into their pages",
+        "",
+        "B rows   K KV heads   S new tokens   "
+        f"Dk {spec.head_dim_qk}   Dv {spec.head_dim_vo}   P {spec.page_size}",
+        f"k_BKSD, v_BKSD  {spec.dtype}; strides in elements, the last one is 1; k_len and v_len "
+        "tokens, one of them may be 0",
+        "page_BN    int64 addresses of pages; a page is a record of each KV head",
+        "starts_B   int32, tokens of left padding, which own no page",
+        "past_len   int64, one number: tokens before the new ones",
+        record_line(shape),
+    ]
+    programs = f"runs of {TILE} new tokens"
+    if spec.is_grouped:
+        lines += window_lines(shape)
+        programs = f"exact_programs ({programs}), then pages to quantize"
+    return [*lines, f"grid       {programs}; KV heads; B", '"""']
+
+
+def record_line(shape: GpuShape) -> str:
+    """Say what a record holds, and its bytes."""
     spec, layout = shape.spec, shape.layout
     k, v = layout.k_bytes / spec.page_size, layout.v_bytes / spec.page_size
+    return (
+        f"record     K {spec.k_format}, V {spec.v_format}: {k:g} (K) + {v:g} (V) = {k + v:g} "
+        "bytes per cached token and KV head"
+    )
+
+
+def window_lines(shape: GpuShape) -> list[str]:
+    """Say where the tokens lie that are not quantized."""
+    spec = shape.spec
+    return [
+        "quantized_B, ring_from_B  int32, quantized pages, and the one that the ring begins at",
+        f"exact_BN   int64 addresses of exact pages: {TILE} tokens of K and V {spec.dtype}; "
+        f"{spec.num_sink_tokens} sinks, then the ring",
+    ]
+
+
+def glossary(shape: GpuShape) -> list[str]:
+    """Return the lines of the docstring of an attend module."""
+    spec = shape.spec
     queries = "1" if shape.is_one else "1..16"
     masks = {
         "none": "none: every stored token is visible",
@@ -29,16 +71,10 @@ def glossary(shape: GpuShape) -> list[str]:
         "page_BN    int64 addresses of pages; a page is a record of each KV head",
         "starts_B   int32, tokens of left padding, which own no page; kv_len int64, one number",
         f"mask       {masks[spec.mask]}",
-        f"record     K {spec.k_format}, V {spec.v_format}: {k:g} (K) + {v:g} (V) = {k + v:g} bytes "
-        "per cached token and KV head",
+        record_line(shape),
     ]
     if spec.is_grouped:
-        lines += [
-            "quantized_B, ring_from_B  int32, quantized pages, and the one that the ring begins at",
-            f"exact_BN   int64 addresses of exact pages: {TILE} tokens of K and V {spec.dtype}; "
-            f"{spec.num_sink_tokens} sinks, then the ring",
-            f"products   {spec.compute}",
-        ]
+        lines += [*window_lines(shape), f"products   {spec.compute}"]
     if spec.softcap is not None:
         lines.append(f"softcap    {spec.softcap:g}: scores are cap * tanh(score / cap)")
     if spec.sliding_window is not None:

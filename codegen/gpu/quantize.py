@@ -99,9 +99,9 @@ def page(w: Writer, shape: GpuShape) -> None:
             f"ring += (slots % {TILE})[:, None] * {exact.channels}",
         )
         for piece in part.pieces:
-            _load(w, part, piece)
+            _load(w, part, piece, part.shape.head_dim)
         if not part.is_grouped:
-            _store_words(w, shape, part)
+            _store_words(w, part)
         elif role == "k":
             _scales_of_channels(w, part)
             _store_codes(w, part)
@@ -110,9 +110,10 @@ def page(w: Writer, shape: GpuShape) -> None:
             _store_codes(w, part)
 
 
-def _load(w: Writer, part: Part, piece: Piece) -> None:
+def _load(w: Writer, part: Part, piece: Piece, end: int) -> None:
+    """Load the channels of a piece that come before `end`; the others are 0."""
     role = part.role
-    inside = within(piece, part.shape.head_dim)
+    inside = within(piece, end)
     also = f" & {inside}" if inside else ""
     w(
         f"given = tl.load({role}_row + new[:, None] * {role}_st + {channels(piece)}, "
@@ -122,7 +123,7 @@ def _load(w: Writer, part: Part, piece: Piece) -> None:
     )
 
 
-def _store_words(w: Writer, shape: GpuShape, part: Part) -> None:
+def _store_words(w: Writer, part: Part) -> None:
     w(f"words = {place(part.name, part.offset)}")
     for piece in part.pieces:
         stored = within(piece, part.channels)
@@ -131,7 +132,6 @@ def _store_words(w: Writer, shape: GpuShape, part: Part) -> None:
             f"tl.store(words + n[:, None] * {part.channels} + {channels(piece)}, "
             f"x{piece.name}.to({TRITON_TYPE[part.name]}){masked})"
         )
-    del shape
 
 
 def _scales_of_channels(w: Writer, part: Part) -> None:
@@ -167,13 +167,11 @@ def _scales_of_tokens(w: Writer, part: Part) -> None:
     """V: one scale per token and group of channels."""
     for group in range(part.groups):
         pieces = [piece for piece in part.pieces if piece.group == group]
-        count = len(part.shape.channel_groups()[group])
         if part.is_float:
             _over_pieces(w, part, pieces, "largest", "tl.max(tl.abs({0}), 1)", "tl.maximum")
             w("scale = bf16_up(tl.math.div_rn(largest, 448.0))")
         elif part.widths == (1,):
-            _mean(w, part, pieces, count, "mean", "{0}")
-            _mean(w, part, pieces, count, "deviation", "tl.abs({0} - mean[:, None])")
+            _means(w, part, group)
             w("minimum = bf16_down(mean - deviation)")
             w("scale = bf16_up((mean + deviation) - minimum)")
         else:
@@ -221,24 +219,18 @@ def _over_pieces(
         w(f"{name} = {joined}({name}, {value})" if i else f"{name} = {value}")
 
 
-def _mean(w: Writer, part: Part, pieces: list[Piece], count: int, name: str, value: str) -> None:
-    """Print the mean over the channels of a group, summed in halves of its power of two."""
-    size = 1 << (count - 1).bit_length()
-    begin, width = pieces[0].offset, pieces[0].width
-    terms: list[str | None] = [None] * (size // width) if size >= width else [None]
-    for piece in pieces:
-        at = (piece.offset - begin) // width
-        if at < len(terms):
-            w(f"t{at} = {_inside(part, piece, value.format(f'x{piece.name}'), '0.0')}")
-            terms[at] = f"t{at}"
-    while len(terms) > 1:
-        half = len(terms) // 2
-        for i in range(half):
-            if terms[i + half] is not None:
-                w(f"{terms[i]} = {terms[i]} + {terms[i + half]}")
-        terms = terms[:half]
-    _halves(w, f"{name} = {terms[0]}", name, width, part.shape.page_size, axis=1)
-    w(f"{name} = tl.math.div_rn({name}, {float(count)!r})")
+def _means(w: Writer, part: Part, group: int) -> None:
+    """Print mean and mean deviation of a group of channels of V, summed in halves."""
+    inside = part.shape.channel_groups()[group]
+    size, tokens = 1 << (len(inside) - 1).bit_length(), part.shape.page_size
+    whole = Piece("s", inside.start, size, group)
+    _load(w, part, whole, inside.stop)
+    deviation = "tl.abs(xs - mean[:, None])"
+    if size > len(inside):
+        deviation = f"tl.where({within(whole, inside.stop)}, {deviation}, 0.0)"
+    for name, value in (("mean", "xs"), ("deviation", deviation)):
+        _halves(w, f"{name} = {value}", name, size, tokens, axis=1)
+        w(f"{name} = tl.math.div_rn({name}, {float(len(inside))!r})")
 
 
 def _halves(w: Writer, first: str, name: str, size: int, other: int, *, axis: int) -> None:
@@ -306,7 +298,7 @@ def _store_codes(w: Writer, part: Part) -> None:
         low += planes.bits
 
 
-def _place_fields(  # noqa: PLR0913 - numbers of one plane
+def _place_fields(
     w: Writer, tokens: int, across: int, bits: int, f: int, code: str, rows: int, width: int
 ) -> None:
     """Add the fields of a plane of channels to the words: one for each plane of tokens."""

@@ -3,9 +3,9 @@
 With fp16 products a channel's scale of K goes into the query once per page, a token's scale of V
 into its weight. Codes are small integers, exact in fp16; so that query and weight have the range of
 fp16 and not less, both are divided by a power of two: that of the largest scale of the page, which
-its record tells. The minima of K, bf16 numbers of any size, are multiplied as such, in a product that
-is 8 columns wide; those of V, in units of the scales, in another one that adds up the weights too,
-rounded as they are with the codes. With fp32 products codes become numbers in registers.
+its record tells. The minima of K, bf16 numbers of any size, are multiplied as such, in a product
+that is 8 columns wide; those of V, in units of the scales, in another one that adds up the weights
+too, rounded as they are with the codes. With fp32 products codes become numbers in registers.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvcompile.codegen.formats import TILE, PartShape, Role, get_format
+from kvcompile.codegen.errors import UnsupportedKernelError
+from kvcompile.codegen.formats import PartShape, Role, get_format
 from kvcompile.codegen.formats.float8 import Float8Format
 from kvcompile.codegen.formats.integer import IntegerFormat
 from kvcompile.codegen.formats.planes import (
@@ -17,6 +18,7 @@ from kvcompile.codegen.formats.planes import (
     scale_offset,
 )
 from kvcompile.codegen.layout import RecordLayout, Window
+from kvcompile.codegen.source import Supported, Unsupported
 from kvcompile.codegen.spec import MOST_QUERIES, DTypeName, KernelSpec
 
 TRITON_TYPE: dict[str, str] = {"fp32": "tl.float32", "bf16": "tl.bfloat16", "fp16": "tl.float16"}
@@ -149,6 +151,19 @@ class Part:
     def token_planes(self) -> int:
         """The most planes of tokens of its words."""
         return max(p.tokens for p in self.planes.planes) if self.is_grouped else 1
+
+
+def supports_records(spec: KernelSpec) -> Supported | Unsupported:
+    """Say whether the records of `spec` can be printed, and if not, why."""
+    try:
+        get_format(spec.k_format)
+        get_format(spec.v_format)
+        _ = GpuShape(spec).layout
+    except (UnsupportedKernelError, ValueError) as error:
+        return Unsupported(str(error), "Choose sizes that go with the formats.")
+    if spec.rotary is not None:
+        return Unsupported("a turning mean of K on a GPU", "Leave separate_k_bias off.")
+    return Supported()
 
 
 @dataclass(frozen=True)
