@@ -29,6 +29,26 @@ def append_glossary(shape: GpuShape) -> list[str]:
     return [*lines, f"grid       {programs}; KV heads; B", '"""']
 
 
+def gather_glossary(shape: GpuShape) -> list[str]:
+    """Return the lines of the docstring of a gather module."""
+    spec = shape.spec
+    return [
+        f'"""{spec.symbol}',
+        "copies stored K and V out of their pages",
+        "",
+        "B rows   K KV heads   T tokens from begin on   "
+        f"Dk {spec.head_dim_qk}   Dv {spec.head_dim_vo}   P {spec.page_size}",
+        "k_BKTD, v_BKTD  of any type; strides in elements, the last one is 1; the tokens up to "
+        "k_end and v_end",
+        "page_BN    int64 addresses of pages; a page is a record of each KV head",
+        "starts_B   int32, tokens of left padding, which own no page and are zeros",
+        record_line(shape),
+        *(window_lines(shape) if spec.is_grouped else []),
+        f"grid       runs of {TILE} tokens; KV heads; B",
+        '"""',
+    ]
+
+
 def record_line(shape: GpuShape) -> str:
     """Say what a record holds, and its bytes."""
     spec, layout = shape.spec, shape.layout

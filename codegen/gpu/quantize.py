@@ -95,8 +95,8 @@ def page(w: Writer, shape: GpuShape) -> None:
         w("", f"# {role.upper()}")
         address = f"(exact + {exact.offset})" if exact.offset else "exact"
         w(
-            f"ring = {address}.to(tl.pointer_type({TRITON_TYPE[exact.name]}))[:, None]",
-            f"ring += (slots % {TILE})[:, None] * {exact.channels}",
+            f"ring = tl.multiple_of({address}.to(tl.pointer_type({TRITON_TYPE[exact.name]})), 16)",
+            f"ring = ring[:, None] + (slots % {TILE})[:, None] * {exact.channels}",
         )
         for piece in part.pieces:
             _load(w, part, piece, part.shape.head_dim)

@@ -66,7 +66,7 @@ def _scaled_query(w: Writer, shape: GpuShape) -> None:
 
 def _page(w: Writer, shape: GpuShape, sinks: int) -> None:
     spec = shape.spec
-    tiles = [f"_{i}" if shape.tiles > 1 else "" for i in range(shape.tiles)]
+    tiles = shape.tile_names
     xs, ps = [f"x{tile}" for tile in tiles], [f"p{tile}" for tile in tiles]
     if shape.k.is_grouped:
         _load_codes(w, shape, shape.k, tiles)
@@ -173,8 +173,8 @@ def _k_scales(w: Writer, shape: GpuShape) -> None:
 def _scale_codes(w: Writer, shape: GpuShape, piece: Piece) -> None:
     low = "" if shape.k.is_float else " + lower(words)[None, :]"
     scale = f"{_fp32_scale(shape.k)}[None, :]"
-    for i in range(shape.tiles):
-        name = f"k{piece.name}{f'_{i}' if shape.tiles > 1 else ''}"
+    for tile in shape.tile_names:
+        name = f"k{piece.name}{tile}"
         w(f"{name} = {name} * {scale}{_unit(shape.k)}{low}")
 
 

@@ -240,6 +240,11 @@ class GpuShape:
         return max(self.k.token_planes, self.v.token_planes)
 
     @property
+    def tile_names(self) -> list[str]:
+        """What the names of the numbers of each tile end in."""
+        return [f"_{i}" if self.tiles > 1 else "" for i in range(self.tiles)]
+
+    @property
     def block_tokens(self) -> int:
         """Tokens of an iteration: a page, or a part of one of exact words alone."""
         if self.spec.is_grouped:

@@ -1,6 +1,7 @@
-"""Triton's interpreter, repaired: products of bf16 numbers, and the few PTX instructions we print.
+"""Triton's interpreter, repaired: bf16 numbers, and the few PTX instructions we print.
 
-The interpreter keeps bf16 numbers as their bits, and multiplies those; it knows no inline assembly.
+The interpreter keeps bf16 numbers as their bits, and multiplies those; it makes them by cutting fp32
+numbers off, where every GPU rounds to nearest; it knows no inline assembly.
 The environment says TRITON_INTERPRET=1 from the first import of the tests on.
 """
 
@@ -31,6 +32,35 @@ _create_dot = interpreter.InterpreterBuilder.create_dot
 
 def _dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
     return _create_dot(self, _widened(a), _widened(b), d, *options)
+
+
+def _nearest_bf16(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Return the bits of the nearest bf16 numbers, half to even; a NaN stays one."""
+    bits = np.ascontiguousarray(numbers).view(np.uint32)
+    rounded = bits + 0x7FFF + (bits >> 16 & 1)
+    return np.where(np.isnan(numbers), 0x7FC0, rounded >> 16).astype(np.uint16)
+
+
+_cast, _fp_to_fp = (
+    interpreter.InterpreterBuilder.cast_impl,
+    interpreter.InterpreterBuilder.create_fp_to_fp,
+)
+
+
+def _is_to_bf16(source: Any, kind: Any) -> bool:
+    return source.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16
+
+
+def _repaired_cast(self: Any, source: Any, kind: Any) -> Any:
+    if _is_to_bf16(source, kind):
+        return interpreter.TensorHandle(_nearest_bf16(source.data), tl.bfloat16)
+    return _cast(self, source, kind)
+
+
+def _repaired_fp_to_fp(self: Any, source: Any, kind: Any, rounding: Any) -> Any:
+    if _is_to_bf16(source, kind):
+        return interpreter.TensorHandle(_nearest_bf16(source.data), tl.bfloat16)
+    return _fp_to_fp(self, source, kind, rounding)
 
 
 def _halves(words: Words) -> npt.NDArray[np.float64]:
@@ -133,6 +163,8 @@ def repair() -> None:
     """Put the repairs in place."""
     interpreter.InterpreterBuilder.create_dot = _dot
     interpreter.InterpreterBuilder.create_inline_asm = _inline_asm
+    interpreter.InterpreterBuilder.cast_impl = _repaired_cast
+    interpreter.InterpreterBuilder.create_fp_to_fp = _repaired_fp_to_fp
 
 
 repair()
