@@ -35,6 +35,7 @@ class LayoutFields(TypedDict):
     q_group_size: int | None
     num_sink_tokens: int | None
     rotary: Rotary | None
+    layout: Order
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,7 @@ class RecordLayout:
             q_group_size=None if window is None else self.q_group_size,
             num_sink_tokens=None if window is None else window.num_sink_tokens,
             rotary=self.rotary,
+            layout=self.order,
         )
 
     def format(self, role: Role) -> Format:

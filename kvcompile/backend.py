@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from torch._guards import CompileContext
 
 from kvcompile import wrappers
 from kvcompile.codegen.cpu.isa import detect_isa, has_integer_dot
+from kvcompile.codegen.gpu.compile import gpu_isa
 from kvcompile.codegen.errors import KvcompileError
 from kvcompile.options import CacheOptions, parse_options
 from kvcompile.passes.base import PassOptions
@@ -132,6 +134,9 @@ def pass_options(options: CacheOptions) -> PassOptions:
     isa = detect_isa()
     return PassOptions(
         isa=isa,
+        gpu_isa=gpu_isa(),
+        # Without a GPU, its kernels can be looked at, and run in Triton's interpreter.
+        gpu_devices=("cpu",) if os.environ.get("KVCOMPILE_TARGET") == "gpu" else (),
         has_integer_dot=has_integer_dot(isa),
         dtypes=options.dtypes(),
         page_size=options.page_size,

@@ -22,7 +22,9 @@ class PassOptions:
     """What passes may decide by; the backend fills it from the user's options.
 
     Attributes:
-        isa: Instruction set the kernels are printed for.
+        isa: Instruction set of the processor, which kernels for it are printed for.
+        gpu_isa: What GPU kernels may use beyond Triton.
+        gpu_devices: Types of the devices whose caches GPU kernels serve.
         has_integer_dot: Whether the processor multiplies vectors of bytes.
         dtypes: Formats of K and V by layer.
         page_size: Tokens per page; None for the default of the formats.
@@ -36,6 +38,8 @@ class PassOptions:
     """
 
     isa: IsaName
+    gpu_isa: IsaName = "triton"
+    gpu_devices: tuple[str, ...] = ()
     has_integer_dot: bool = False
     dtypes: LayerDtypes = field(default_factory=LayerDtypes)
     page_size: int | None = None

@@ -50,9 +50,11 @@ class LowerKernels:
 
 
 def _append_spec(plan: StreamPlan, options: PassOptions) -> KernelSpec:
+    on_gpu = plan.layout.order == "gpu16"
     return KernelSpec(
         op="append",
-        isa=options.isa,
+        target="gpu" if on_gpu else "cpu",
+        isa=options.gpu_isa if on_gpu else options.isa,
         dtype=EXACT_FORMATS[plan.dtype],
         **plan.layout.spec_fields(),
     )

@@ -90,19 +90,24 @@ def _plan(
     if k.dtype not in EXACT_FORMATS:
         known = ", ".join(str(d) for d in EXACT_FORMATS)
         return Missed("KVC302", f"no exact format stores {k.dtype} (there are: {known})", site.k)
-    if k.device.type != "cpu":
+    on_gpu = k.device.type in options.gpu_devices
+    if k.device.type != "cpu" and not on_gpu:
         return Missed("KVC303", f"there are no kernels for {k.device.type} devices", site.k)
     if max(site.head_dim_qk, site.head_dim_vo) > MAX_HEAD_DIM:
         reason = f"head dimension {max(site.head_dim_qk, site.head_dim_vo)} exceeds {MAX_HEAD_DIM}"
         return Missed("KVC304", reason, site.k)
     dims = (site.head_dim_qk, site.head_dim_vo)
     layout = plan_layout(options.dtypes.of(site.index, sites), k.dtype, dims, options)
-    compute = None
-    if layout.window is not None:
+    compute: Compute | Missed | None = None
+    if on_gpu:
+        layout = layout.reordered("gpu16")
+        compute = _gpu_compute(layout, k.dtype, options)
+    elif layout.window is not None:
         compute = _compute((layout.format("k"), layout.format("v")), options)
     if isinstance(compute, Missed):
         return compute
-    turning = rotating_keys(keys) if _is_separable(keys, layout, options) else None
+    separable = not on_gpu and _is_separable(keys, layout, options)
+    turning = rotating_keys(keys) if separable else None
     if turning is not None:
         layout = replace(layout, rotary=turning.rotary)
     frequencies = None if turning is None else turning.frequencies
@@ -158,6 +163,18 @@ def _no_such_layers(origin: str, layers: list[int], count: int) -> Remark:
     reason = f"the options name layer {named}, but the graph has {count} attentions"
     hint = f"layers are {-count} to {count - 1}; a graph break starts a new count"
     return Remark("failed", "KVC306", origin, "", "", reason, hint=hint)
+
+
+def _gpu_compute(
+    layout: RecordLayout, dtype: torch.dtype, options: PassOptions
+) -> Compute | Missed | None:
+    """Choose between decoding in registers and products of fp16 numbers."""
+    if options.compute_dtype == "int8":
+        reason = "compute_dtype int8 multiplies integers, which only CPU kernels do"
+        return Missed("KVC305", reason, None, hint="compute_dtype='auto' runs everywhere")
+    if layout.window is None:
+        return None
+    return "fp32" if options.compute_dtype == "fp32" or dtype is torch.float32 else "fp16"
 
 
 def _compute(formats: tuple[Format, Format], options: PassOptions) -> Compute | Missed:

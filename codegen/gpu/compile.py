@@ -8,13 +8,25 @@ nowhere else, and only when a kernel is asked for.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from functools import cache
 from typing import Any
 
+import torch
+
 from kvcompile.codegen.artifacts import artifact_directory, write_source
 from kvcompile.codegen.registry import generate
-from kvcompile.codegen.spec import Spec
+from kvcompile.codegen.spec import IsaName, Spec
+
+
+def gpu_isa() -> IsaName:
+    """Return what kernels may use beyond Triton: inline PTX, unless it is not NVIDIA that runs them.
+
+    Triton's interpreter and AMD's compiler know no PTX.
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return "triton" if interpreted or torch.version.hip else "ptx"
 
 
 @cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -21,10 +21,12 @@ from kvcompile.codegen.errors import (
     UnsupportedKernelError,
 )
 from kvcompile.codegen.formats import Role
+from kvcompile.codegen.gpu.compile import gpu_isa
+from kvcompile.codegen.gpu.compile import load as load_triton
 from kvcompile.codegen.layout import RecordLayout
 from kvcompile.codegen.spec import MOST_QUERIES, Compute, DTypeName, KernelSpec, MaskKind, Op, Spec
 from kvcompile.passes.ir.remarks import Remark, emit
-from kvcompile.runtime import torch_path
+from kvcompile.runtime import gpu_launch, torch_path
 from kvcompile.runtime.scratch import scratch_of
 
 DTYPE_NAMES: dict[torch.dtype, DTypeName] = {
@@ -125,14 +127,16 @@ def gather(store: Store, role: Role, start: int, stop: int) -> torch.Tensor:
     key = (store.layout.symbol, store.dtype)
     launcher = _gathers.get(key)
     if launcher is None:
-        kernel = _kernel(store.layout, store.dtype, "gather")
-        launcher = torch_path.gather if kernel is None else _gather_launcher(kernel)
-        _gathers[key] = launcher
+        spec = _spec(store.layout, store.dtype, "gather")
+        made = _made(spec, _gather_launcher, gpu_launch.gather_launcher)
+        launcher = _gathers[key] = made or torch_path.gather
     return launcher(store, role, start, stop)
 
 
 def prepare(spec: Spec) -> bool:
     """Compile and load a kernel ahead of its first call; return whether it can be had."""
+    if spec.target == "gpu":
+        return _made(spec, lambda _: True, lambda _: True) is not None
     return load_or_remark(spec) is not None
 
 
@@ -142,7 +146,7 @@ def forget_launchers() -> None:
         launchers.clear()
 
 
-def _kernel(
+def _spec(
     layout: RecordLayout,
     dtype: torch.dtype,
     op: Op,
@@ -152,19 +156,21 @@ def _kernel(
     mask_dtype: torch.dtype | None = None,
     one: bool = True,
     compute: Compute | None = None,
-) -> Kernel[KernelSpec] | None:
-    """Return the kernel for these tensors, or None after a remark."""
+) -> KernelSpec | None:
+    """Return the spec of the kernel for these tensors, or None after a remark."""
     name = DTYPE_NAMES.get(dtype)
     if name is None:
         remark(f"no {op} kernel takes {dtype}")
         return None
+    is_gpu = layout.order == "gpu16"
     try:
-        isa = detect_isa()
+        isa = gpu_isa() if is_gpu else detect_isa()
     except UnsupportedKernelError as error:
         remark(str(error))
         return None
-    spec = KernelSpec(
+    return KernelSpec(
         op=op,
+        target="gpu" if is_gpu else "cpu",
         isa=isa,
         dtype=name,
         **layout.spec_fields(),
@@ -174,7 +180,28 @@ def _kernel(
         queries=None if op != "attend" else "one" if one else "few",
         compute=compute,
     )
-    return load_or_remark(spec)
+
+
+M = TypeVar("M")
+
+
+def _made(
+    spec: KernelSpec | None,
+    on_cpu: Callable[[Kernel[KernelSpec]], M],
+    on_gpu: Callable[[KernelSpec], M],
+) -> M | None:
+    """Return what is made of a kernel, or None after a remark that says why it cannot be had."""
+    if spec is None:
+        return None
+    if spec.target == "cpu":
+        kernel = load_or_remark(spec)
+        return None if kernel is None else on_cpu(kernel)
+    try:
+        load_triton(spec)
+        return on_gpu(spec)
+    except (ImportError, KernelCompilationError, UnsupportedKernelError) as error:
+        remark(str(error), hint="Choose what the sentence says, or install triton.")
+        return None
 
 
 def load_or_remark(spec: S) -> Kernel[S] | None:
@@ -189,7 +216,9 @@ def load_or_remark(spec: S) -> Kernel[S] | None:
         return None
 
 
-def remark(reason: str) -> None:
+def remark(
+    reason: str, hint: str = "Install g++, or name a working C++ compiler in CXX."
+) -> None:
     """Say once per process that plain torch stands in for the kernels."""
     emit(
         Remark(
@@ -199,7 +228,7 @@ def remark(reason: str) -> None:
             site="",
             where="",
             reason=f"plain torch stands in for a kernel, which is slow: {reason}",
-            hint="Install g++, or name a working C++ compiler in CXX.",
+            hint=hint,
         ),
         once="fallback",
     )
@@ -208,9 +237,9 @@ def remark(reason: str) -> None:
 def _append_of(layout: RecordLayout, dtype: torch.dtype) -> Append:
     launcher = _appends.get((layout.symbol, dtype))
     if launcher is None:
-        kernel = _kernel(layout, dtype, "append")
-        launcher = torch_path.append if kernel is None else _append_launcher(kernel)
-        _appends[layout.symbol, dtype] = launcher
+        spec = _spec(layout, dtype, "append")
+        made = _made(spec, _append_launcher, gpu_launch.append_launcher)
+        launcher = _appends[layout.symbol, dtype] = made or torch_path.append
     return launcher
 
 
@@ -282,7 +311,7 @@ def _new_attend(
         kind = "bool" if mask.dtype is torch.bool else "additive"
         if kind == "additive":
             mask_dtype = q.dtype if mask.dtype == q.dtype else torch.float32
-    kernel = _kernel(
+    spec = _spec(
         store.layout,
         q.dtype,
         "attend",
@@ -292,7 +321,12 @@ def _new_attend(
         one=q.shape[2] == 1,
         compute=store.compute,
     )
-    return torch_path.attend if kernel is None else _attend_launcher(kernel, mask_dtype)
+    made = _made(
+        spec,
+        lambda kernel: _attend_launcher(kernel, mask_dtype),
+        lambda spec: gpu_launch.attend_launcher(spec, mask_dtype),
+    )
+    return made or torch_path.attend
 
 
 def _attend_launcher(kernel: Kernel[KernelSpec], mask_dtype: torch.dtype | None) -> Attend:

@@ -24,6 +24,7 @@ class PageTable:
         arena: Where the pages come from.
         rows: Page ids of each row; change them only through the methods.
         block_table: int32[B, columns], the same for kernels.
+        version: Counts the changes of the table.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class PageTable:
     ) -> None:
         self.arena = arena
         self.rows: list[list[int]] = [[] for _ in range(batch)]
+        self.version = 0
         self._state = state
         self._words = words
         self._set_block_table(torch.zeros(batch, columns, dtype=torch.int32))
@@ -108,6 +110,7 @@ class PageTable:
 
     def write_row(self, row: int, first: int) -> None:
         """Copy the page ids of a row, from number `first` on, to the block table."""
+        self.version += 1
         pages = self.rows[row]
         batch, columns = self.block_table.shape
         if len(pages) > columns:

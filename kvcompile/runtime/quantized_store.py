@@ -370,7 +370,7 @@ class QuantizedStore(PagedStore):
         return [*super().tensors(), *shared]
 
     def _tables(self) -> list[torch.Tensor]:
-        return [self.block_table, self.exact.block_table, self.quantized, self.ring_from]
+        return [*super()._tables(), self.exact.block_table, self.quantized, self.ring_from]
 
     def _new(self, batch: int) -> PagedStore:
         return QuantizedStore(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcompile.runtime import launch
+from kvcompile.runtime.device_tables import DeviceTables
 from kvcompile.runtime.errors import CacheFullError, CacheGapError, StaleHandleError
 from kvcompile.runtime.registry import ROLES, Role, anchor_for, register
 from kvcompile.runtime.rows import Holding, PageRows
@@ -68,6 +69,7 @@ class PagedStore(PageRows):
         v_len: The same of V. Eager code appends K and V one after the other.
         appended: Tokens written by the last `append`, committed or not.
         claimed: Whether a step is under way that will append to it and commit.
+        device_tables: What GPU kernels read of it; empty where the kernels are a CPU's.
         kind: What a graph was compiled for; only stores of the same kind can take its tokens.
         key: Registry key.
         anchors: Per role the anchor int64[1] of its handles.
@@ -95,6 +97,7 @@ class PagedStore(PageRows):
         self.num_kv_heads = num_kv_heads
         self.dtype = dtype
         self.device = torch.device(device)
+        self.device_tables = DeviceTables(self.device)
         self.token_dim = token_dim
         self.k_len = 0
         self.v_len = 0
@@ -357,7 +360,7 @@ class PagedStore(PageRows):
         return [self.state, *self._tables(), self.starts, *self.anchors.values(), *cells]
 
     def _tables(self) -> list[torch.Tensor]:
-        return [self.block_table]
+        return [self.block_table, *self.device_tables.tensors()]
 
     def _new(self, batch: int) -> PagedStore:
         return PagedStore(

@@ -31,7 +31,7 @@ def layout_of(
 
 def spec_of(layout: RecordLayout, dtype: DTypeName, isa: IsaName = "triton") -> KernelSpec:
     return KernelSpec(
-        op="append", target="gpu", isa=isa, dtype=dtype, layout="gpu16", **layout.spec_fields()
+        op="append", target="gpu", isa=isa, dtype=dtype, **layout.spec_fields()
     )
 
 

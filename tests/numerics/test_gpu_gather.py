@@ -24,7 +24,6 @@ def gather(
         target="gpu",
         isa="triton",
         dtype=case.dtype,
-        layout="gpu16",
         **layout.spec_fields(),
     )
     batch = len(pages.starts)

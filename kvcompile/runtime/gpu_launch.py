@@ -1,0 +1,213 @@
+"""Launching Triton kernels on stores whose records lie as GPUs read them.
+
+The signatures are those of `runtime.launch`, which finds a launcher once per kind of store and call.
+Kernels get addresses of pages and counts in tensors on the device, and nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from kvcompile.codegen.formats import TILE
+from kvcompile.codegen.gpu.compile import load
+from kvcompile.codegen.gpu.shape import GpuShape
+from kvcompile.codegen.spec import MOST_QUERIES, MergeSpec
+from kvcompile.runtime.device_tables import DeviceTables, number_on
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcompile.codegen.formats import Role
+    from kvcompile.codegen.layout import RecordLayout
+    from kvcompile.codegen.spec import Compute, KernelSpec
+    from kvcompile.runtime.page_table import PageTable
+
+MOST_SPLITS = 64
+PROCESSORS_OF_INTERPRETER = 8
+PROGRAMS_PER_PROCESSOR = 4
+"""Programs that keep a processor of a GPU busy while others wait for memory."""
+
+
+class GpuStore(Protocol):
+    """What a launch needs of a store."""
+
+    layout: RecordLayout
+    compute: Compute | None
+    num_kv_heads: int
+    dtype: torch.dtype
+    batch: int
+    state: torch.Tensor
+    device: torch.device
+    pages: PageTable
+    starts: torch.Tensor
+
+    @property
+    def device_tables(self) -> DeviceTables:
+        """Its tables on the device."""
+        ...
+
+
+def append_launcher(spec: KernelSpec) -> Callable[..., None]:
+    """Return `launch.append` for one kind of store."""
+    kernel = load(spec)
+
+    def launch(store: Any, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
+        lengths = []
+        parts: list[object] = []
+        for x, dim in ((k, spec.head_dim_qk), (v, spec.head_dim_vo)):
+            part, length = _part(store, x, dim)
+            lengths.append(length)
+            parts += part
+        if all(lengths) and lengths[0] != lengths[1]:
+            raise ValueError(f"{lengths[0]} keys and {lengths[1]} values do not go together")
+        programs = -(-max(lengths) // TILE)
+        arguments = [*parts, *_pages(store), number_on(store.device, past_len)]
+        total = programs
+        if spec.is_grouped:
+            arguments += [*_window(store), programs]
+            todo = (store.quantized - store.ring_from).max()
+            total += int(todo)
+        if total:
+            kernel[(total, store.num_kv_heads, store.batch)](*arguments)
+
+    return launch
+
+
+def gather_launcher(spec: KernelSpec) -> Callable[..., torch.Tensor]:
+    """Return `launch.gather` for one kind of store."""
+    kernel = load(spec)
+
+    def launch(store: Any, role: Role, start: int, stop: int) -> torch.Tensor:
+        dim = spec.head_dim_qk if role == "k" else spec.head_dim_vo
+        sizes = (store.batch, store.num_kv_heads, stop - start, dim)
+        dense = torch.empty(sizes, dtype=store.dtype, device=store.device)
+        part = [dense, *dense.stride()[:3]]
+        parts = [*part, stop, *part, 0] if role == "k" else [*part, 0, *part, stop]
+        arguments = [*parts, *_pages(store), start]
+        if spec.is_grouped:
+            arguments += _window(store)
+        grid = (-(-(stop - start) // TILE), store.num_kv_heads, store.batch)
+        kernel[grid](*arguments)
+        return dense
+
+    return launch
+
+
+def attend_launcher(
+    spec: KernelSpec, mask_dtype: torch.dtype | None
+) -> Callable[..., torch.Tensor]:
+    """Return `launch.attend` for one kind of store, query and mask."""
+    kernel, shape = load(spec), GpuShape(spec)
+    group, dim = shape.group, spec.head_dim_vo
+
+    def launch(
+        store: Any,
+        q: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        scale: float,
+        kv_len: int,
+    ) -> torch.Tensor:
+        del causal
+        batch, kv_heads, queries = store.batch, store.num_kv_heads, q.shape[2]
+        heads = group * kv_heads
+        if q.shape != (batch, heads, queries, spec.head_dim_qk) or queries > MOST_QUERIES:
+            raise ValueError(f"queries {tuple(q.shape)} do not fit {store!r}")
+        if not scale > 0:
+            raise ValueError(f"the scale of scores must be positive, not {scale}")
+        q = q if q.stride(3) == 1 else q.contiguous()
+        rows = group * queries
+        blocks = -(-rows // shape.block_rows)
+        splits = _splits(store, blocks, kv_len)
+        partial = torch.empty(
+            (batch * heads * queries, splits, dim), dtype=torch.float32, device=q.device
+        )
+        lse = torch.empty(partial.shape[:2], dtype=torch.float32, device=q.device)
+        arguments: list[object] = [q, *q.stride()[:3], *_pages(store)]
+        arguments.append(number_on(store.device, kv_len))
+        if spec.is_grouped:
+            arguments += _window(store)
+        if mask is not None:
+            arguments += _mask(mask, mask_dtype, (batch, heads, queries, kv_len))
+        arguments += [partial, lse, scale * math.log2(math.e)]
+        if shape.has_blocks:
+            arguments += [kv_heads, queries]
+        kernel[(splits, kv_heads * blocks, batch)](*arguments)
+        out = torch.empty((batch, queries, heads, dim), dtype=q.dtype, device=q.device)
+        out = out.transpose(1, 2)
+        merge = load(_merge_spec(spec, splits))
+        merge[(len(partial),)](partial, lse, splits, out, *out.stride()[:3], kv_heads, rows)
+        return out
+
+    return launch
+
+
+def _part(store: GpuStore, x: torch.Tensor | None, dim: int) -> tuple[list[object], int]:
+    """Return tensor, strides and length of new K or V; without any, of nothing."""
+    if x is None:
+        return [store.state, 0, 0, 0, 0], 0
+    if x.shape[:2] != (store.batch, store.num_kv_heads) or x.shape[3] != dim:
+        raise ValueError(f"keys or values {tuple(x.shape)} do not fit {store!r}")
+    x = x if x.stride(3) == 1 or dim == 1 else x.contiguous()
+    return [x, *x.stride()[:3], x.shape[2]], x.shape[2]
+
+
+def _pages(store: GpuStore) -> list[object]:
+    tables = store.device_tables
+    pages = tables.addresses("pages", store.pages)
+    return [pages, pages.stride(0), tables.counts("starts", store.starts)]
+
+
+def _window(store: Any) -> list[object]:
+    tables = store.device_tables
+    exact = tables.addresses("exact", store.exact)
+    counts = [tables.counts(name, getattr(store, name)) for name in ("quantized", "ring_from")]
+    return [*counts, exact, exact.stride(0)]
+
+
+def _mask(
+    mask: torch.Tensor, dtype: torch.dtype | None, sizes: tuple[int, int, int, int]
+) -> list[object]:
+    """Return a mask that broadcasts to `sizes`, its last size a minimum, and its strides.
+
+    Raises:
+        ValueError: It does not broadcast.
+    """
+    if mask.dtype is torch.bool:
+        mask = mask.view(torch.int8)
+    elif mask.dtype != dtype:
+        mask = mask.to(dtype)
+    columns = sizes[3] if mask.shape[-1] == 1 else mask.shape[-1]
+    try:
+        mask = mask.expand(*sizes[:3], columns)
+    except RuntimeError:
+        columns = 0
+    if columns < sizes[3]:
+        raise ValueError(f"a mask {tuple(mask.shape)} does not broadcast to {sizes}")
+    return [mask, *mask.stride()]
+
+
+def _splits(store: GpuStore, blocks: int, kv_len: int) -> int:
+    """Return into how many partial outputs the tokens are split."""
+    processors = PROCESSORS_OF_INTERPRETER
+    if store.device.type == "cuda":
+        processors = torch.cuda.get_device_properties(store.device).multi_processor_count
+    programs = store.batch * store.num_kv_heads * blocks
+    wanted = -(-processors * PROGRAMS_PER_PROCESSOR // programs)
+    pages = -(-kv_len // store.layout.page_size)
+    splits = max(1, min(wanted, pages, MOST_SPLITS - 1))
+    # Sinks and ring are one more, the last one.
+    return splits if store.layout.window is None else splits + 1
+
+
+def _merge_spec(spec: KernelSpec, splits: int) -> MergeSpec:
+    assert spec.q_heads_per_kv_head is not None
+    return MergeSpec(
+        dtype=spec.dtype,
+        head_dim_vo=spec.head_dim_vo,
+        q_heads_per_kv_head=spec.q_heads_per_kv_head,
+        most_splits=1 << (splits - 1).bit_length(),
+    )
