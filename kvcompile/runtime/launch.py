@@ -216,9 +216,7 @@ def load_or_remark(spec: S) -> Kernel[S] | None:
         return None
 
 
-def remark(
-    reason: str, hint: str = "Install g++, or name a working C++ compiler in CXX."
-) -> None:
+def remark(reason: str, hint: str = "Install g++, or name a working C++ compiler in CXX.") -> None:
     """Say once per process that plain torch stands in for the kernels."""
     emit(
         Remark(

@@ -30,9 +30,7 @@ def layout_of(
 
 
 def spec_of(layout: RecordLayout, dtype: DTypeName, isa: IsaName = "triton") -> KernelSpec:
-    return KernelSpec(
-        op="append", target="gpu", isa=isa, dtype=dtype, **layout.spec_fields()
-    )
+    return KernelSpec(op="append", target="gpu", isa=isa, dtype=dtype, **layout.spec_fields())
 
 
 def addresses(pages: QuantizedPages) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,86 @@
+"""Whole models on GPU kernels, in Triton's interpreter: the runtime is the CPU's, the kernels not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import kvcompile
+from kvcompile.runtime import launch
+from kvcompile.runtime.handle import KVTensor
+from tests.end_to_end.test_generate import left_padded
+from tests.support import triton_interpreter  # noqa: F401 -- repairs it before a kernel is loaded
+from tests.support.compiled import assert_same_generation, compiled, settings
+from tests.support.tiny_models import prompt, tiny_gpt2, tiny_llama
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture(autouse=True)
+def _on_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("KVCOMPILE_TARGET", "gpu")
+    launch.forget_launchers()
+    yield
+    launch.forget_launchers()
+
+
+def layouts(cache: Any) -> set[str]:
+    """Return the orders in which a cache's records lie."""
+    handles = [layer.keys for layer in cache.layers]
+    assert all(isinstance(handle, KVTensor) for handle in handles)
+    return {handle.store.layout.order for handle in handles}
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("lengths", [[12], [5, 12]])
+def test_exact_pages_give_the_same_tokens(cache: str, lengths: list[int]) -> None:
+    ids, mask = left_padded(lengths)
+    model = tiny_llama(dtype=torch.float32)
+    result = assert_same_generation(model, ids, 24, attention_mask=mask, cache_implementation=cache)
+    assert layouts(result.past_key_values) == {"gpu16"}
+
+
+def test_beams_and_crops_are_edits_of_tables() -> None:
+    model = tiny_gpt2()
+    assert_same_beams(model, prompt(9))
+
+
+def assert_same_beams(model: Any, ids: torch.Tensor) -> None:
+    arguments = settings(6, num_beams=2, attention_mask=torch.ones_like(ids))
+    expected = model.generate(ids, **arguments)
+    result = compiled(model).generate(ids, **arguments)
+    assert result.sequences.tolist() == expected.sequences.tolist()
+    assert layouts(result.past_key_values) == {"gpu16"}
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_quantized_cache_gives_the_logits_of_the_processors_kernels(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same codes, in another order, multiplied in fp32: only sums differ."""
+    model, ids = tiny_llama(head_dim=32), prompt(90)
+    options = {
+        "kv_cache_dtype": name,
+        "page_size": 64,
+        "residual_length": 16,
+        "compute_dtype": "fp32",
+    }
+    found = []
+    for target in ("gpu", "cpu"):
+        monkeypatch.setenv("KVCOMPILE_TARGET", target)
+        launch.forget_launchers()
+        run = compiled(model, **options)
+        with torch.no_grad():
+            cache = run(ids[:, :80]).past_key_values
+            logits = [run(ids[:, t : t + 1], past_key_values=cache).logits for t in range(80, 90)]
+        assert layouts(cache) == {f"{target}16"}
+        assert kvcompile.memory_report(cache).materializations == {}
+        found.append(torch.cat(logits, 1))
+    exact = model(ids).logits[:, 80:]
+    assert (found[0] - found[1]).abs().max() < 1e-4 * found[1].abs().max()
+    assert (found[0] - exact).abs().max() > 1e-3 * exact.abs().max(), "nothing was quantized"
