@@ -12,6 +12,7 @@ from kvcompile.codegen.errors import UnsupportedKernelError
 from kvcompile.codegen.gpu import append as gpu_append
 from kvcompile.codegen.gpu import attend as gpu_attend
 from kvcompile.codegen.gpu import gather as gpu_gather
+from kvcompile.codegen.gpu.latent import LatentGenerator
 from kvcompile.codegen.gpu.merge import MergeGenerator
 from kvcompile.codegen.source import Generator, KernelSource, Unsupported
 from kvcompile.codegen.spec import Spec
@@ -23,6 +24,7 @@ registry: dict[tuple[str, str], Generator[Any]] = {
     ("cpu", "linear"): LinearGenerator(),
     ("gpu", "append"): gpu_append.AppendGenerator(),
     ("gpu", "attend"): gpu_attend.AttendGenerator(),
+    ("gpu", "attend_latent"): LatentGenerator(),
     ("gpu", "gather"): gpu_gather.GatherGenerator(),
     ("gpu", "merge_splits"): MergeGenerator(),
 }

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from kvcompile.codegen.formats import Order, get_format
 from kvcompile.codegen.rotary import Rotary
 
-Op = Literal["append", "attend", "gather"]
+Op = Literal["append", "attend", "attend_latent", "gather"]
 Target = Literal["cpu", "gpu"]
 IsaName = Literal["avx512", "avx2", "portable", "ptx", "triton"]
 DTypeName = Literal["fp32", "bf16", "fp16"]
@@ -125,7 +125,10 @@ class KernelSpec:
     """One specialised kernel over a page store.
 
     Attributes:
-        op: What the kernel does.
+        op: What the kernel does. "attend_latent" attends over latents (multi-head latent attention,
+            https://arxiv.org/abs/2405.04434): what is stored as K is the latent of a token, which
+            all heads share and which is its value too, and what is stored as V is the part of its
+            key that rotates. Its `q_heads_per_kv_head` are all heads.
         target: Which printer prints it.
         isa: Instructions it may use beyond those of its language: on a CPU those of its vectors, on
             a GPU inline PTX or none.
@@ -181,7 +184,7 @@ class KernelSpec:
             ValueError: A field of attend is missing, or is set for another op.
         """
         fields = ("q_heads_per_kv_head", "mask", "queries", "chunk")
-        if self.op == "attend":
+        if self.is_attention:
             if self.chunk is None:
                 object.__setattr__(self, "chunk", max(DEFAULT_CHUNK, self.page_size))
             missing = [name for name in fields if getattr(self, name) is None]
@@ -198,7 +201,7 @@ class KernelSpec:
         grouped = (self.q_group_size is not None, self.num_sink_tokens is not None)
         if any(grouped) != self.is_grouped or not (all(grouped) or not any(grouped)):
             raise ValueError("q_group_size and num_sink_tokens go with quantized formats")
-        if (self.compute is not None) != (self.is_grouped and self.op == "attend"):
+        if (self.compute is not None) != (self.is_grouped and self.is_attention):
             raise ValueError("compute goes with attend over quantized formats, and only with it")
         if (self.target == "gpu") != (self.layout == "gpu16"):
             raise ValueError(f"target {self.target} does not go with layout {self.layout}")
@@ -208,6 +211,11 @@ class KernelSpec:
             raise ValueError("rotary goes with quantized keys, and only with them")
         if (self.mask == "additive") != (self.mask_dtype is not None):
             raise ValueError("mask_dtype goes with an additive mask, and only with it")
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it attends."""
+        return self.op in ("attend", "attend_latent")
 
     @property
     def is_grouped(self) -> bool:
@@ -221,7 +229,7 @@ class KernelSpec:
         if self.head_dim_vo != self.head_dim_qk:
             dims += f"v{self.head_dim_vo}"
         parts = [self.op, self.isa, self.dtype, f"k{self.k_format}", f"v{self.v_format}", dims]
-        if self.op == "attend":
+        if self.is_attention:
             assert self.mask is not None
             mask: str = self.mask
             if self.mask_dtype not in (None, self.dtype):

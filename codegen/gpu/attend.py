@@ -96,7 +96,10 @@ def _body(w: Writer, shape: GpuShape) -> None:
     fragments.load_query(w, shape)
     fragments.begin(w, shape)
     if not shape.spec.is_grouped:
-        fragments.exact_pages(w, shape)
+        block = shape.block_tokens
+        fragments.exact_pages(
+            w, shape, lambda slots: fragments.attend_words(w, shape, slots, block, "")
+        )
     else:
         with w.block("if split < splits - 1:"):
             quantized.pages(w, shape)

@@ -7,6 +7,7 @@ maximum begins at -1e30, so that it is finite and the weight of what is not seen
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -115,8 +116,14 @@ def begin(w: Writer, shape: GpuShape) -> None:
     w("")
 
 
-def exact_pages(w: Writer, shape: GpuShape) -> None:
-    """Go over pages of exact words."""
+def exact_pages(w: Writer, shape: GpuShape, attend_tile: Callable[[str], None]) -> None:
+    """Go over pages of exact words.
+
+    Args:
+        w: The module.
+        shape: Its numbers.
+        attend_tile: Prints what is done with a tile, given its slots in the page.
+    """
     size, block = shape.spec.page_size, shape.block_tokens
     w("# the pages of this split")
     w(
@@ -137,13 +144,26 @@ def exact_pages(w: Writer, shape: GpuShape) -> None:
         )
         slots = "n" if block == size else f"t % {size} + n"
         w("tokens = t + n", "live = tokens < end")
-        load_words(w, shape, "k", f"({slots})[:, None]", "")
-        scores(w, shape, "q", "x", exact=True)
-        units = finish_scores(w, shape, "x", EXACT_UNITS)
-        mask(w, shape, "x", "tokens", "live")
-        online_softmax(w, ["x"], ["p"], units)
-        load_words(w, shape, "v", f"({slots})[:, None]", "live")
-        accumulate(w, shape, block)
+        attend_tile(f"({slots})[:, None]")
+
+
+def attend_words(w: Writer, shape: GpuShape, slots: str, block: int, k_live: str) -> None:
+    """Attend to a tile of exact words.
+
+    Args:
+        w: The module.
+        shape: Its numbers.
+        slots: The slots of the page, along the rows.
+        block: Tokens of the tile.
+        k_live: Condition on the tokens whose keys may be loaded, if not all may be.
+    """
+    load_words(w, shape, "k", slots, k_live)
+    scores(w, shape, "q", "x", exact=True)
+    units = finish_scores(w, shape, "x", EXACT_UNITS)
+    mask(w, shape, "x", "tokens", "live")
+    online_softmax(w, ["x"], ["p"], units)
+    load_words(w, shape, "v", slots, "live")
+    accumulate(w, shape, block)
 
 
 def window_pages(w: Writer, shape: GpuShape) -> None:
@@ -167,16 +187,17 @@ def window_pages(w: Writer, shape: GpuShape) -> None:
             f"page = tl.load(exact_BN + b * exact_stride + slots // {size}, mask=live, other=0)",
         )
         point_to_record(w, shape, exact=True)
-        load_words(w, shape, "k", f"(slots % {size})[:, None]", "live")
-        scores(w, shape, "q", "x", exact=True)
-        units = finish_scores(w, shape, "x", EXACT_UNITS)
-        mask(w, shape, "x", "tokens", "live")
-        online_softmax(w, ["x"], ["p"], units)
-        load_words(w, shape, "v", f"(slots % {size})[:, None]", "live")
-        accumulate(w, shape, block)
+        attend_words(w, shape, f"(slots % {size})[:, None]", block, "live")
 
 
-def load_words(w: Writer, shape: GpuShape, role: Role, slots: str, live: str) -> None:
+def load_words(
+    w: Writer,
+    shape: GpuShape,
+    role: Role,
+    slots: str,
+    live: str,
+    pieces: Sequence[Piece] | None = None,
+) -> None:
     """Load a tile of exact words of K or V, in the pieces of its part.
 
     Args:
@@ -185,6 +206,7 @@ def load_words(w: Writer, shape: GpuShape, role: Role, slots: str, live: str) ->
         role: K or V.
         slots: The slots of the page, along the rows.
         live: Condition on the tokens, if not all may be loaded.
+        pieces: The pieces, if they are others.
     """
     beside = shape.spec.is_grouped
     part = shape.part(role, exact=beside)
@@ -192,7 +214,7 @@ def load_words(w: Writer, shape: GpuShape, role: Role, slots: str, live: str) ->
     pointer = place(words, part.offset)
     w(f"{role}_words = {f'({pointer})[:, None]' if beside else pointer}")
     cast = "" if wanted == words else f".to({TRITON_TYPE[wanted]})"
-    for piece in shape.k.pieces if role == "k" else shape.v.pieces:
+    for piece in pieces or (shape.k.pieces if role == "k" else shape.v.pieces):
         inside = within(piece, part.channels)
         seen = " & ".join(x for x in (f"{live}[:, None]" if live else "", inside) if x)
         masked = f", mask={seen}, other=0.0" if seen else ""
@@ -357,8 +379,8 @@ def online_softmax(w: Writer, x: list[str], p: list[str], units: Units) -> None:
         w(f"{weight} = tl.exp2({units.scaled(score)} - {below}[:, None])")
 
 
-def accumulate(w: Writer, shape: GpuShape, block: int) -> None:
-    """Add a tile of exact words of V, weighted."""
+def accumulate(w: Writer, shape: GpuShape, block: int, value: str = "v") -> None:
+    """Add a tile of exact words, weighted; its pieces are called by `value`."""
     wanted = shape.product_type("v", exact=shape.spec.is_grouped)
     if shape.has_sums:
         ones = "tl.where(column < {0}, 1.0, 0.0)".format(shape.sum_columns // 2)
@@ -375,7 +397,7 @@ def accumulate(w: Writer, shape: GpuShape, block: int) -> None:
     w(f"p = p.to({TRITON_TYPE[wanted]})") if wanted != "fp32" else None
     for piece in shape.v.pieces:
         name = piece.name
-        w(f"o{name} = tl.dot(p, v{name}, o{name} * a[:, None]{ieee})")
+        w(f"o{name} = tl.dot(p, {value}{name}, o{name} * a[:, None]{ieee})")
 
 
 def store_partial(w: Writer, shape: GpuShape) -> None:
@@ -398,7 +420,7 @@ def store_partial(w: Writer, shape: GpuShape) -> None:
         'lse = tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), -float("inf"))',
         "tl.store(lse_RN + row, lse, mask=r < rows)",
     )
-    count = shape.spec.head_dim_vo
+    count = shape.out_channels
     for piece in shape.v.pieces:
         name = piece.name
         inside = within(piece, count)

@@ -29,6 +29,21 @@ def append_glossary(shape: GpuShape) -> list[str]:
     return [*lines, f"grid       {programs}; KV heads; B", '"""']
 
 
+def latent_glossary(shape: GpuShape) -> list[str]:
+    """Return the lines of the docstring of an attend_latent module."""
+    spec = shape.spec
+    lines = glossary(shape)
+    at = next(i for i, line in enumerate(lines) if line.startswith("B rows"))
+    lines[1] = "out = softmax((q_latent C^T + q_rope R^T) * scale + mask) C, C and R in pages"
+    lines[at : at + 2] = [
+        f"B rows   one KV head   H {shape.group} query heads   S query tokens   T kv_len tokens",
+        f"C latents of {spec.head_dim_qk} channels, stored as K   "
+        f"R rotating keys of {spec.head_dim_vo}, stored as V   P {spec.page_size}",
+        "q_BHSD     begins with the channels of the latent, those that rotate follow",
+    ]
+    return lines
+
+
 def gather_glossary(shape: GpuShape) -> list[str]:
     """Return the lines of the docstring of a gather module."""
     spec = shape.spec

@@ -213,6 +213,11 @@ class GpuShape:
         return self.part("v")
 
     @property
+    def out_channels(self) -> int:
+        """Channels of the output."""
+        return self.spec.head_dim_vo
+
+    @property
     def group(self) -> int:
         """G, query heads per KV head."""
         assert self.spec.q_heads_per_kv_head is not None

@@ -54,6 +54,7 @@ class GpuCase:
     residual: int = 32
     softcap: float | None = None
     sliding_window: int | None = None
+    latent: bool = False
 
     def __str__(self) -> str:
         return self.spec.symbol.removeprefix("attend_")
@@ -70,7 +71,7 @@ class GpuCase:
         if self.is_grouped:
             compute = "fp32" if self.dtype == "fp32" else "fp16"
         return KernelSpec(
-            op="attend",
+            op="attend_latent" if self.latent else "attend",
             target="gpu",
             isa=self.isa,
             dtype=self.dtype,
@@ -192,7 +193,7 @@ def attend(
     case = pages.case
     batch, heads, queries, _ = q.shape
     spec, shape = case.spec, GpuShape(case.spec)
-    dim, rows = case.dims[1], case.group * queries
+    dim, rows = case.dims[0 if case.latent else 1], case.group * queries
     partial = torch.full((batch * heads * queries, splits, dim), math.nan)
     lse = torch.full((batch * heads * queries, splits), math.nan)
     arguments: list[object] = [q, *q.stride()[:3]]
@@ -238,6 +239,8 @@ def expected(pages: GpuPages, q: torch.Tensor, *, mask: torch.Tensor | None = No
     elif mask is not None:
         bias = bias + mask.double()
     bias = torch.where(seen, bias, -math.inf)
+    if case.latent:
+        return attention(q.double(), torch.cat([pages.k, pages.v], -1), pages.k, mask=bias)
     if case.softcap is None:
         return attention(q.double(), pages.k, pages.v, mask=bias)
     return capped_attention(q.double(), pages.k, pages.v, bias, case.softcap)
