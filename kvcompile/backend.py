@@ -18,8 +18,8 @@ from torch._guards import CompileContext
 
 from kvcompile import wrappers
 from kvcompile.codegen.cpu.isa import detect_isa, has_integer_dot
-from kvcompile.codegen.gpu.compile import gpu_isa
 from kvcompile.codegen.errors import KvcompileError
+from kvcompile.codegen.gpu.compile import gpu_isa
 from kvcompile.options import CacheOptions, parse_options
 from kvcompile.passes.base import PassOptions
 from kvcompile.passes.canonicalize import plain_inputs
@@ -135,8 +135,7 @@ def pass_options(options: CacheOptions) -> PassOptions:
     return PassOptions(
         isa=isa,
         gpu_isa=gpu_isa(),
-        # Without a GPU, its kernels can be looked at, and run in Triton's interpreter.
-        gpu_devices=("cpu",) if os.environ.get("KVCOMPILE_TARGET") == "gpu" else (),
+        gpu_devices=_gpu_devices(),
         has_integer_dot=has_integer_dot(isa),
         dtypes=options.dtypes(),
         page_size=options.page_size,
@@ -147,6 +146,16 @@ def pass_options(options: CacheOptions) -> PassOptions:
         gemv=options.gemv,
         separate_k_bias=options.separate_k_bias,
     )
+
+
+def _gpu_devices() -> tuple[str, ...]:
+    """Return the devices whose caches get GPU kernels; none unless the environment asks for them.
+
+    Without a GPU they can be looked at, and run in Triton's interpreter.
+    """
+    if os.environ.get("KVCOMPILE_TARGET") != "gpu":
+        return ()
+    return ("cuda",) if torch.cuda.is_available() else ("cpu",)
 
 
 def _requires_grad(gm: fx.GraphModule) -> bool:

@@ -111,7 +111,8 @@ def _plan(
     if turning is not None:
         layout = replace(layout, rotary=turning.rotary)
     frequencies = None if turning is None else turning.frequencies
-    return StreamPlan(site.index, k.dtype, site.num_kv_heads, layout, compute, frequencies)
+    heads = site.num_kv_heads
+    return StreamPlan(site.index, k.dtype, k.device, heads, layout, compute, frequencies)
 
 
 def _is_separable(keys: fx.Node, layout: RecordLayout, options: PassOptions) -> bool:

@@ -10,7 +10,7 @@ import pytest
 # Triton decides at its import, which torch's may be, whether kernels are interpreted.
 os.environ["TRITON_INTERPRET"] = "1"
 
-import torch  # noqa: E402
+import torch
 
 pytest.register_assert_rewrite("tests.support")
 

@@ -10,7 +10,7 @@ import torch
 Role = Literal["k", "v"]
 
 Order = Literal["cpu16", "gpu16"]
-"""How numbers lie inside a part: for vector registers of 16 tokens, or for tiles of 16-bit words."""
+"""How numbers lie in a part: for vector registers of 16 tokens, or for tiles of 16-bit words."""
 
 TILE = 16
 """Tokens that lie side by side in K, so that a vector register holds tokens."""

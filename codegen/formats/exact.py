@@ -1,8 +1,9 @@
 """The exact formats: floating-point words, reordered for kernels and nothing else.
 
-On a GPU both K and V are [P][D']. For vector registers K holds tiles of 16 tokens, [P/16][D'/w][16][w]: a register of K holds 16 tokens of one channel.
-V holds [P/w][D'][w]: a register of V holds neighbouring channels of one token.
-w is 2 for bf16, whose pairs split into two fp32 registers by one shift and one mask; else 1.
+On a GPU both K and V are [P][D']. For vector registers K holds tiles of 16 tokens,
+[P/16][D'/w][16][w]: a register of K holds 16 tokens of one channel. V holds [P/w][D'][w]: a
+register of V holds neighbouring channels of one token. w is 2 for bf16, whose pairs split into two
+fp32 registers by one shift and one mask; else 1.
 """
 
 from __future__ import annotations

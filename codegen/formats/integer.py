@@ -4,7 +4,8 @@ With b > 1 bits the levels are evenly spaced from the smallest to the largest el
 as KIVI does. With one bit they are the mean -+ the mean absolute deviation: the two ends would be
 far from everything in between. 3 bits are a part of 2-bit fields followed by one of 1-bit fields.
 
-For a CPU, V of 8 bits is stored as c - 128, which is what the dot product of unsigned and signed bytes takes.
+For a CPU, V of 8 bits is stored as c - 128, which is what the dot product of unsigned and signed
+bytes takes.
 """
 
 from __future__ import annotations

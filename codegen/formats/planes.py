@@ -12,8 +12,8 @@ fields are left go to tokens.
 
 A scale and its minimum are one 32-bit word, bf16 each, the minimum in the lower half: K's [C], V's
 [groups][P]. Four times in front of the codes is the biased exponent of the largest scale of the
-part: whoever multiplies fp16 numbers divides by that power of two. The minima of V are divided by it
-too, and their exponents count less 14, so that none is too large.
+part: whoever multiplies fp16 numbers divides by that power of two. The minima of V are divided by
+it too, and their exponents count less 14, so that none is too large.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from kvcompile.codegen.spec import IsaName, Spec
 
 
 def gpu_isa() -> IsaName:
-    """Return what kernels may use beyond Triton: inline PTX, unless it is not NVIDIA that runs them.
+    """Return what kernels may use beyond Triton: inline PTX, where NVIDIA runs them.
 
     Triton's interpreter and AMD's compiler know no PTX.
     """

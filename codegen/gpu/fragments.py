@@ -183,7 +183,7 @@ def window_pages(w: Writer, shape: GpuShape) -> None:
         w(
             "tokens = tl.where(t + j < sinks, t + j, t + j + quantized)",
             "live = tokens < stored",
-            f"slots = tl.where(t + j < sinks, tokens, ring_slot + tokens)",
+            "slots = tl.where(t + j < sinks, tokens, ring_slot + tokens)",
             f"page = tl.load(exact_BN + b * exact_stride + slots // {size}, mask=live, other=0)",
         )
         point_to_record(w, shape, exact=True)
@@ -383,7 +383,7 @@ def accumulate(w: Writer, shape: GpuShape, block: int, value: str = "v") -> None
     """Add a tile of exact words, weighted; its pieces are called by `value`."""
     wanted = shape.product_type("v", exact=shape.spec.is_grouped)
     if shape.has_sums:
-        ones = "tl.where(column < {0}, 1.0, 0.0)".format(shape.sum_columns // 2)
+        ones = f"tl.where(column < {shape.sum_columns // 2}, 1.0, 0.0)"
         if not shape.has_minima:
             ones = f"tl.full([1, {shape.sum_columns}], 1.0, tl.float32)"
         sum_type = TRITON_TYPE[wanted]

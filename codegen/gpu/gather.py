@@ -1,7 +1,7 @@
 """gather: copies stored K and V out of their pages into dense tensors.
 
-A program reads 16 tokens of a KV head, each from the page that has it. It is made to be simple: every
-element finds its own word, field and scale.
+A program reads 16 tokens of a KV head, each from the page that has it. It is made to be simple:
+every element finds its own word, field and scale.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from kvcompile.codegen.gpu.glossary import gather_glossary
 from kvcompile.codegen.gpu.helpers import BITS
 from kvcompile.codegen.gpu.shape import (
     ROLES,
-    TRITON_TYPE,
     GpuShape,
     Part,
     Piece,

@@ -17,7 +17,7 @@ from kvcompile.codegen.formats.planes import (
     plane_shape,
     scale_offset,
 )
-from kvcompile.codegen.layout import RecordLayout, Window
+from kvcompile.codegen.layout import DEFAULT_GROUP_SIZE, RecordLayout, Window
 from kvcompile.codegen.source import Supported, Unsupported
 from kvcompile.codegen.spec import MOST_QUERIES, DTypeName, KernelSpec
 
@@ -123,7 +123,7 @@ class Part:
     def pieces(self) -> list[Piece]:
         """Its pieces, in the order of the channels."""
         across = self.planes.across if self.is_grouped else 1
-        found = []
+        found: list[Piece] = []
         for chunk in self.chunks:
             width = chunk.width // across
             for plane in range(across):
@@ -176,22 +176,20 @@ class GpuShape:
     def layout(self) -> RecordLayout:
         """Layout of the records."""
         spec = self.spec
-        window, group_size = None, {}
+        window = None
         if spec.is_grouped:
             assert spec.num_sink_tokens is not None
-            assert spec.q_group_size is not None
             # How much is quantized is read from the store, so the residual length has no say here.
             window = Window(spec.dtype, spec.num_sink_tokens, 0)
-            group_size = {"q_group_size": spec.q_group_size}
         return RecordLayout(
             spec.k_format,
             spec.v_format,
             spec.head_dim_qk,
             spec.head_dim_vo,
             spec.page_size,
-            window=window,
+            spec.q_group_size or DEFAULT_GROUP_SIZE,
+            window,
             order="gpu16",
-            **group_size,
         )
 
     def part(self, role: Role, *, exact: bool = False) -> Part:

@@ -160,7 +160,8 @@ class Arena:
             self._shift = self._choose_shift(wanted_pages)
         pages = self._pages_of_next_slab(wanted_pages)
         slab = torch.empty(pages * self.page_bytes, dtype=torch.uint8, device=self.device)
-        _advise_huge_pages(slab)
+        if self.device.type == "cpu":
+            _advise_huge_pages(slab)
         if self._poison:
             slab.fill_(POISON)
         number = len(self._slabs)

@@ -144,13 +144,13 @@ class Executor:
         """Make an empty store; the layers of one call share arenas and angles."""
         batch = _size(state.batch, args)
         capacity = None if state.capacity is None else _size(state.capacity, args)
-        arena = shared.arena(plan.page_bytes)
+        arena = shared.arena(plan.page_bytes, plan.device)
         if plan.layout.window is None:
             store = PagedStore(
                 plan.layout,
                 plan.num_kv_heads,
                 plan.dtype,
-                "cpu",
+                plan.device,
                 arena,
                 batch=batch,
                 capacity=capacity,
@@ -161,8 +161,8 @@ class Executor:
                 plan.layout,
                 plan.num_kv_heads,
                 plan.dtype,
-                "cpu",
-                (arena, shared.arena(plan.exact_page_bytes)),
+                plan.device,
+                (arena, shared.arena(plan.exact_page_bytes, plan.device)),
                 batch=batch,
                 capacity=capacity,
                 token_dim=state.token_dim,
@@ -172,26 +172,28 @@ class Executor:
         return store
 
 
-def _arena_users(plans: Sequence[StreamPlan]) -> Counter[int]:
-    """Return how many streams have pages of each size."""
-    sizes = [plan.page_bytes for plan in plans]
-    return Counter(sizes + [p.exact_page_bytes for p in plans if p.layout.window is not None])
+def _arena_users(plans: Sequence[StreamPlan]) -> Counter[tuple[int, torch.device]]:
+    """Return how many streams have pages of each size on each device."""
+    sizes = [(plan.page_bytes, plan.device) for plan in plans]
+    exact = [(p.exact_page_bytes, p.device) for p in plans if p.layout.window is not None]
+    return Counter(sizes + exact)
 
 
 class _Shared:
     """What the new stores of one call share: arenas by page size, and tables of rotary angles."""
 
-    def __init__(self, users: Counter[int], args: Sequence[Any]) -> None:
+    def __init__(self, users: Counter[tuple[int, torch.device]], args: Sequence[Any]) -> None:
         self._users = users
         self._args = args
-        self._arenas: dict[int, Arena] = {}
+        self._arenas: dict[tuple[int, torch.device], Arena] = {}
         self._angles: dict[tuple[int, int], torch.Tensor] = {}
 
-    def arena(self, page_bytes: int) -> Arena:
-        """Return the arena with pages of this size."""
-        arena = self._arenas.get(page_bytes)
+    def arena(self, page_bytes: int, device: torch.device) -> Arena:
+        """Return the arena with pages of this size on a device."""
+        key = page_bytes, device
+        arena = self._arenas.get(key)
         if arena is None:
-            arena = self._arenas[page_bytes] = Arena(page_bytes, stores=self._users[page_bytes])
+            arena = self._arenas[key] = Arena(page_bytes, device, stores=self._users[key])
         return arena
 
     def angles(self, state: StateBinding, plan: StreamPlan) -> torch.Tensor | None:

@@ -1,7 +1,8 @@
 """Launching Triton kernels on stores whose records lie as GPUs read them.
 
-The signatures are those of `runtime.launch`, which finds a launcher once per kind of store and call.
-Kernels get addresses of pages and counts in tensors on the device, and nothing waits for them.
+The signatures are those of `runtime.launch`, which finds a launcher once per kind of store and
+call. Kernels get addresses of pages and counts in tensors on the device, and nothing waits for
+them.
 """
 
 from __future__ import annotations

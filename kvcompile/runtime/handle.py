@@ -71,14 +71,14 @@ class KVTensor(PythonExits):
         store.note(handle)
         return handle
 
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, torch.device]]:
         """Show a compiler the anchor, and a context that never changes."""
-        return ["anchor"], self.dtype
+        return ["anchor"], (self.dtype, self.device)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor],
-        context: torch.dtype,
+        context: tuple[torch.dtype, torch.device],
         size: Sequence[Any],
         stride: Sequence[Any],
     ) -> KVTensor:
@@ -87,7 +87,7 @@ class KVTensor(PythonExits):
         if type(anchor) is torch.Tensor and not torch._is_functional_tensor(anchor):
             return _from_anchor(anchor, size)
         handle: KVTensor = torch.Tensor._make_wrapper_subclass(
-            KVTensor, size, strides=stride, dtype=context, device=anchor.device
+            KVTensor, size, strides=stride, dtype=context[0], device=context[1]
         )
         handle.store, handle.role, handle.anchor = None, "k", anchor
         return handle
@@ -165,7 +165,7 @@ class KVTensor(PythonExits):
     def read(self, operator: str) -> torch.Tensor:
         """Return the values for reading only; may be the tensor that the handle turned into."""
         if self.store is None:
-            return materialize(self.anchor, self.shape, self.dtype)
+            return materialize(self.anchor, self.shape, self.dtype, self.device)
         dense = self._present_dense()
         if dense is None:
             return self.store.materialize(self.role, self.tokens, operator)

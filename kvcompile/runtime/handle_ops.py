@@ -92,7 +92,8 @@ def _alias(handle: KVTensor) -> Any:
     if handle.store is not None:
         return handle.alias()
     anchors = {"anchor": aten.detach.default(handle.anchor)}
-    return handle.__tensor_unflatten__(anchors, handle.dtype, handle.shape, handle.stride())
+    _, context = handle.__tensor_flatten__()
+    return handle.__tensor_unflatten__(anchors, context, handle.shape, handle.stride())
 
 
 def _slice(

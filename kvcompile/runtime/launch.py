@@ -135,7 +135,7 @@ def gather(store: Store, role: Role, start: int, stop: int) -> torch.Tensor:
 
 def prepare(spec: Spec) -> bool:
     """Compile and load a kernel ahead of its first call; return whether it can be had."""
-    if spec.target == "gpu":
+    if isinstance(spec, KernelSpec) and spec.target == "gpu":
         return _made(spec, lambda _: True, lambda _: True) is not None
     return load_or_remark(spec) is not None
 

@@ -8,6 +8,7 @@ Letters: B batch, S query tokens, T cached tokens, H query heads, K KV heads, D 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -38,6 +39,8 @@ def _first_position(position: torch.Tensor, new_len: int) -> int:
     Raises:
         CacheGapError: If they do not follow one another.
     """
+    if position.device.type != "cpu":
+        position = _on_host(position)
     if position.dtype != torch.int64 or position.numel() != new_len:
         position = position.to(torch.int64).expand(new_len)
     first = ctypes.c_int64.from_address(position.data_ptr()).value
@@ -47,6 +50,20 @@ def _first_position(position: torch.Tensor, new_len: int) -> int:
             "needs consecutive positions"
         )
     return first
+
+
+_last_positions: list[tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = []
+
+
+def _on_host(position: torch.Tensor) -> torch.Tensor:
+    """Return positions in main memory; the layers of a step, which share them, wait once."""
+    if _last_positions:
+        ref, version, host = _last_positions[0]
+        if ref() is position and position._version == version:
+            return host
+    host = position.cpu()
+    _last_positions[:] = [(weakref.ref(position), position._version, host)]
+    return host
 
 
 def _append(
@@ -148,20 +165,26 @@ def _append_attend(  # noqa: PLR0913 - the schema
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _materialize(anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _materialize(
+    anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Return the dense tensor of the given sizes that an anchor stands for."""
     key, role = read_anchor(ctypes.c_int64.from_address(anchor.data_ptr()).value)
     source = find(key)
     return source.materialize(role, sizes[source.token_dim], "kvcompile.materialize")
 
 
-library.impl("append", _append, "CPU")
-library.impl("append_attend", _append_attend, "CPU")
+# State and anchor lie in main memory, wherever the pages are.
+for device_key in ("CPU", "CUDA"):
+    library.impl("append", _append, device_key)
+    library.impl("append_attend", _append_attend, device_key)
 library.impl("linear", linear, "CPU")
 library.impl("materialize", _materialize, "CPU")
 
 
-def materialize(anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def materialize(
+    anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Read a handle inside a graph that is being traced: one opaque operator."""
-    dense: torch.Tensor = MATERIALIZE(anchor, list(sizes), dtype)
+    dense: torch.Tensor = MATERIALIZE(anchor, list(sizes), dtype, device)
     return dense

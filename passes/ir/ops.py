@@ -23,7 +23,9 @@ library.define(
     " Tensor? position, Tensor? mask, bool is_causal, float scale, SymInt kv_len) -> Tensor"
 )
 library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-library.define("materialize(Tensor anchor, SymInt[] sizes, ScalarType dtype) -> Tensor")
+library.define(
+    "materialize(Tensor anchor, SymInt[] sizes, ScalarType dtype, Device device) -> Tensor"
+)
 
 APPEND = torch.ops.kvcompile.append.default
 APPEND_ATTEND = torch.ops.kvcompile.append_attend.default
@@ -67,6 +69,6 @@ def _linear_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 @torch.library.register_fake("kvcompile::materialize", lib=library)  # type: ignore[untyped-decorator]
 def _materialize_fake(
-    anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype
+    anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    return anchor.new_empty(sizes, dtype=dtype)
+    return anchor.new_empty(sizes, dtype=dtype, device=device)

@@ -20,6 +20,7 @@ class StreamPlan:
     Attributes:
         site: Index of the site.
         dtype: Dtype of the model's K and V, and of what the handle stands for.
+        device: Where K and V are, and their pages.
         num_kv_heads: Records per page.
         layout: Formats, head dims and page size: the bytes of one record.
         compute: How attention multiplies quantized K and V; None if both are exact.
@@ -29,6 +30,7 @@ class StreamPlan:
 
     site: int
     dtype: torch.dtype
+    device: torch.device
     num_kv_heads: int
     layout: RecordLayout
     compute: Compute | None = None

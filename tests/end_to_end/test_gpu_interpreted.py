@@ -1,4 +1,4 @@
-"""Whole models on GPU kernels, in Triton's interpreter: the runtime is the CPU's, the kernels not."""
+"""Whole models on GPU kernels, in Triton's interpreter: the CPU's runtime, other kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPU append kernels in Triton's interpreter: the bytes that `codegen.formats` says, all of them."""
+"""GPU append kernels in Triton's interpreter: all the bytes that `codegen.formats` says."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from kvcompile.codegen.spec import IsaName, MaskKind
 from tests.support import triton_interpreter  # noqa: F401 -- repairs it before a kernel is loaded
 from tests.support.gpu_pages import (
     MOST_ERROR,
@@ -65,7 +66,7 @@ FORMATS = ["bf16", "fp8", "int8", "int4", "int3", "int2", "int1"]
 
 @pytest.mark.parametrize("isa", FLAVOURS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats(name: str, isa: str) -> None:
+def test_formats(name: str, isa: IsaName) -> None:
     check(GpuCase(k=name, isa=isa, dims=(128, 128), page_size=64), length=230)
 
 
@@ -110,7 +111,7 @@ def test_groups(name: str, group: int) -> None:
 @pytest.mark.parametrize("queries", [2, 5, 16])
 @pytest.mark.parametrize("mask", ["bool", "additive", "none", "causal"])
 @pytest.mark.parametrize("name", ["bf16", "int4"])
-def test_masks_and_queries(name: str, mask: str, queries: int) -> None:
+def test_masks_and_queries(name: str, mask: MaskKind, queries: int) -> None:
     case = GpuCase(
         k=name,
         page_size=64,

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from kvcompile.codegen.spec import MaskKind
 from tests.support import triton_interpreter  # noqa: F401 -- repairs it before a kernel is loaded
 from tests.support.gpu_pages import (
     MOST_ERROR,
@@ -32,7 +33,7 @@ from tests.support.gpu_pages import (
         ((256, 32), 40, 3, "none"),
     ],
 )
-def test_latents(dims: tuple[int, int], heads: int, queries: int, mask: str) -> None:
+def test_latents(dims: tuple[int, int], heads: int, queries: int, mask: MaskKind) -> None:
     case = GpuCase(
         dims=dims,
         group=heads,

@@ -208,7 +208,9 @@ def test_materialize_reads_what_an_anchor_names() -> None:
     case = filled_store(20)
     for role, dense in (("k", case.dense_k), ("v", case.dense_v)):
         anchor = case.store.anchors["k" if role == "k" else "v"]
-        out = ops.materialize(anchor, [2, HEADS, 11, dense.shape[3]], torch.float32)
+        out = ops.materialize(
+            anchor, [2, HEADS, 11, dense.shape[3]], torch.float32, torch.device("cpu")
+        )
         assert torch.equal(out, dense[:, :, :11])
 
 

@@ -1,8 +1,8 @@
 """Triton's interpreter, repaired: bf16 numbers, and the few PTX instructions we print.
 
-The interpreter keeps bf16 numbers as their bits, and multiplies those; it makes them by cutting fp32
-numbers off, where every GPU rounds to nearest; it knows no inline assembly.
-The environment says TRITON_INTERPRET=1 from the first import of the tests on.
+The interpreter keeps bf16 numbers as their bits, and multiplies those; it makes them by cutting
+fp32 numbers off, where every GPU rounds to nearest; it knows no inline assembly. The environment
+says TRITON_INTERPRET=1 from the first import of the tests on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _cast, _fp_to_fp = (
 
 
 def _is_to_bf16(source: Any, kind: Any) -> bool:
-    return source.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16
+    return bool(source.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16)
 
 
 def _repaired_cast(self: Any, source: Any, kind: Any) -> Any:
@@ -156,7 +156,7 @@ def _inline_asm(
 
 
 def _registers(lanes: npt.NDArray[Any]) -> int:
-    return lanes.shape[1] * lanes.dtype.itemsize // 4
+    return int(lanes.shape[1]) * lanes.dtype.itemsize // 4
 
 
 def repair() -> None:
