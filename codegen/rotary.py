@@ -85,7 +85,12 @@ class Rotary:
     @property
     def symbol(self) -> str:
         """A short injective name."""
-        return f"rot{self.dim}{'i' if self.interleaved else ''}"
+        return f"rot{self.size}"
+
+    @property
+    def size(self) -> str:
+        """What the symbol ends in: the dimension, and an i if it is interleaved."""
+        return f"{self.dim}{'i' if self.interleaved else ''}"
 
     def channels(self, pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the first and the second channel of some pairs."""

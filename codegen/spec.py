@@ -153,6 +153,8 @@ class KernelSpec:
             https://arxiv.org/abs/2408.00118).
         sliding_window: Most recent tokens that a query sees, itself included (attend only).
         rotary: How K rotates, if its turning mean is kept beside its codes.
+        rope: How q and new K turn on their way in, if they come unrotated (append and attend only;
+            RoFormer, https://arxiv.org/abs/2104.09864). Cosines and sines are arguments.
     """
 
     op: Op
@@ -176,6 +178,7 @@ class KernelSpec:
     softcap: float | None = None
     sliding_window: int | None = None
     rotary: Rotary | None = None
+    rope: Rotary | None = None
 
     def __post_init__(self) -> None:
         """Reject fields that contradict each other.
@@ -209,6 +212,11 @@ class KernelSpec:
             raise ValueError(f"target {self.target} does not go with isa {self.isa}")
         if self.rotary is not None and not get_format(self.k_format).is_grouped:
             raise ValueError("rotary goes with quantized keys, and only with them")
+        if self.rope is not None:
+            if self.op not in ("append", "attend"):
+                raise ValueError(f"rope means nothing to {self.op}")
+            if self.rope.dim > self.head_dim_qk:
+                raise ValueError(f"{self.rope.dim} of {self.head_dim_qk} channels cannot turn")
         if (self.mask == "additive") != (self.mask_dtype is not None):
             raise ValueError("mask_dtype goes with an additive mask, and only with it")
 
@@ -248,6 +256,7 @@ class KernelSpec:
             cap = repr(float(self.softcap)).removesuffix(".0")
             parts.append("cap" + cap.replace(".", "_").replace("-", "m").replace("+", ""))
         parts += [f"w{self.sliding_window}"] if self.sliding_window is not None else []
+        parts += [f"rope{self.rope.size}"] if self.rope else []
         return "_".join(parts)
 
     def __str__(self) -> str:

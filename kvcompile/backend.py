@@ -37,8 +37,12 @@ Compiled = Callable[..., Any]
 EXPECTED_COMPILATIONS = 2
 """Prefill and decode; every further compilation of a function is explained by a remark."""
 
-HARMLESS = frozenset({"KVC101", "KVC201"})
-"""Misses that `strict` lets pass: no attention at all, or one whose K and V nobody keeps."""
+HARMLESS = frozenset({"KVC101", "KVC201", "KVC406"})
+"""Misses that `strict` lets pass: no attention at all, one whose K and V nobody keeps, q and k that
+turn as the model wrote it."""
+
+UNLOGGED = frozenset({"KVC406"})
+"""Misses that the report alone tells: the cache is in pages all the same."""
 
 
 class UnmatchedError(KvcompileError):
@@ -144,6 +148,7 @@ def pass_options(options: CacheOptions) -> PassOptions:
         num_sink_tokens=options.num_sink_tokens,
         compute_dtype=options.compute_dtype,
         gemv=options.gemv,
+        fuse_rope=options.fuse_rope,
         separate_k_bias=options.separate_k_bias,
     )
 
@@ -223,7 +228,7 @@ def _raise_first_miss(program: Program) -> None:
 def _log(program: Program) -> None:
     """Say each miss once per place, however often Dynamo compiles."""
     for remark in program.remarks:
-        if remark.kind != "passed":
+        if remark.kind != "passed" and remark.code not in UNLOGGED:
             emit(remark, once=f"{remark.site} {remark.where} {remark.reason}")
 
 

@@ -14,6 +14,7 @@ from kvcompile.passes.ir.stage import Stage
 from kvcompile.passes.plan_formats import EXACT_FORMATS
 
 if TYPE_CHECKING:
+    from kvcompile.codegen.rotary import Rotary
     from kvcompile.passes.ir.plan import StreamPlan
     from kvcompile.passes.ir.site import AttentionSite
 
@@ -36,9 +37,11 @@ class LowerKernels:
             plan = program.plans.get(site.index)
             if plan is None:
                 continue
-            mine = [KernelUse(site.index, "append", _append_spec(plan, options))]
+            rope = program.ropes.get(site.index)
+            mine = [KernelUse(site.index, "append", _append_spec(plan, rope, options))]
             if program.streams[site.index].has_past:
-                mine.append(KernelUse(site.index, "attend", _attend_spec(site, plan, options)))
+                spec = _attend_spec(site, plan, rope, options)
+                mine.append(KernelUse(site.index, "attend", spec))
             uses += mine
             symbols = ", ".join(u.spec.symbol for u in mine)
             program.remarks.append(passed(self.name, "KVC500", site, symbols))
@@ -49,7 +52,7 @@ class LowerKernels:
         program.module = fx.GraphModule(program.module, program.graph)
 
 
-def _append_spec(plan: StreamPlan, options: PassOptions) -> KernelSpec:
+def _append_spec(plan: StreamPlan, rope: Rotary | None, options: PassOptions) -> KernelSpec:
     on_gpu = plan.layout.order == "gpu16"
     return KernelSpec(
         op="append",
@@ -57,14 +60,17 @@ def _append_spec(plan: StreamPlan, options: PassOptions) -> KernelSpec:
         isa=options.gpu_isa if on_gpu else options.isa,
         dtype=EXACT_FORMATS[plan.dtype],
         **plan.layout.spec_fields(),
+        rope=rope,
     )
 
 
-def _attend_spec(site: AttentionSite, plan: StreamPlan, options: PassOptions) -> KernelSpec:
+def _attend_spec(
+    site: AttentionSite, plan: StreamPlan, rope: Rotary | None, options: PassOptions
+) -> KernelSpec:
     one = site.q.meta["val"].shape[2] == 1
     additive = site.mask.meta["val"].dtype if site.mask_kind == "additive" else None  # type: ignore[union-attr]
     return dataclasses.replace(
-        _append_spec(plan, options),
+        _append_spec(plan, rope, options),
         op="attend",
         q_heads_per_kv_head=site.num_q_heads // site.num_kv_heads,
         mask=site.mask_kind,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvcompile.codegen.errors import KvcompileError
 from kvcompile.passes.canonicalize import Canonicalize
+from kvcompile.passes.fuse_rope import FuseRope
 from kvcompile.passes.infer_dataflow import InferDataflow
 from kvcompile.passes.ir.program import Program
 from kvcompile.passes.ir.verify import verify
@@ -30,6 +31,7 @@ PIPELINE: tuple[Pass, ...] = (
     InferDataflow(),
     PlanFormats(),
     RewritePaged(),  # the first pass to change the graph
+    FuseRope(),
     RewriteLinear(),  # once attention has its own operators, what is left are plain products
     LowerKernels(),  # last: it drops metadata that the passes before it read
 )

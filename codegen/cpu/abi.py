@@ -51,17 +51,31 @@ def parameter_lines(spec: Spec) -> list[list[Parameter]]:
     if spec.op == "append":
         lines += _tensor(f"const {word}", "k_BKSD", "k", "bht")
         lines += _tensor(f"const {word}", "v_BKSD", "v", "bht")
+        lines += _angles(spec)
     elif spec.op == "gather":
         lines += _tensor(word, "k_BKTD", "k", "bht")
         lines += _tensor(word, "v_BKTD", "v", "bht")
     else:
         lines += _tensor(f"const {word}", "q_BHSD", "q", "bhs")
         lines += _tensor(word, "out_BHSD", "o", "bhs")
+        lines += _angles(spec)
         lines += _tensor(f"const {mask_ctype(spec)}", "mask_BHST", "m", "bhst")
     lines.append([("int64_t", name) for name in integers[spec.op]])
     if spec.op == "attend":
         lines.append([("float*", "scratch"), ("int64_t", "threads"), ("double", "scale")])
     return lines
+
+
+def _angles(spec: KernelSpec) -> list[list[Parameter]]:
+    """Return the cosines and sines that q or new K turn by, if they do."""
+    if spec.rope is None:
+        return []
+    word = CTYPE[spec.dtype]
+    return [
+        line
+        for name in ("cos", "sin")
+        for line in _tensor(f"const {word}", f"{name}_BSR", name, "bs")
+    ]
 
 
 def mask_ctype(spec: KernelSpec) -> str:

@@ -10,6 +10,7 @@ from kvcompile.codegen.cpu.pages import (
     supports_pages,
 )
 from kvcompile.codegen.cpu.quantized_append import quantized_append_text
+from kvcompile.codegen.cpu.rope import KEYS_OF_ROW, keys_text
 from kvcompile.codegen.cpu.scalars import CTYPE, convert
 from kvcompile.codegen.cpu.text import render
 from kvcompile.codegen.formats import Role, padded_channels
@@ -25,6 +26,18 @@ $pad}
 PAD = """  for (int c = $head_dim; c < $channels; ++c) part[${name}_index(slot, c)] = 0;
 """
 
+WRITE_K = """
+      if (k_BKSD) write_k(($k_word*)record, slot, k_BKSD + b * k_sb + h * k_sh + s * k_st);
+"""
+
+WRITE_TURNED_K = """
+      if (k.first) {
+        $ctype turned[$head_dim];
+        k.turn(s, turned);
+        write_k(($k_word*)record, slot, turned);
+      }
+"""
+
 MAIN = """
 // Tokens past_len .. past_len + new_len - 1 of every row; k or v may be null. Strides in elements.
 $signature
@@ -38,11 +51,11 @@ $signature
     const int64_t b = item / runs / heads, h = item / runs % heads, run = item % runs * 64;
     const int64_t start = store.starts[b];
     const int64_t end = std::min(new_len, run + 64);
-    for (int64_t s = std::max(run, start - past_len); s < end; ++s) {
+$keys    for (int64_t s = std::max(run, start - past_len); s < end; ++s) {
       const int64_t index = past_len + s - start;
       uint8_t* record = store.record(b, index / $page_size, h);
       const int slot = int(index % $page_size);
-      if (k_BKSD) write_k(($k_word*)record, slot, k_BKSD + b * k_sb + h * k_sh + s * k_st);
+$write_k
       if (v_BKSD)
         write_v(($v_word*)(record + $v_offset), slot, v_BKSD + b * v_sb + h * v_sh + s * v_st);
     }
@@ -71,11 +84,17 @@ def _write_text(spec: KernelSpec, role: Role, prefix: str = "") -> str:
 
 
 def _main_text(spec: KernelSpec) -> str:
+    write_k = render(
+        WRITE_K if spec.rope is None else WRITE_TURNED_K,
+        ctype=CTYPE[spec.dtype],
+        head_dim=spec.head_dim_qk,
+        k_word=CTYPE[spec.k_format],
+    )
     return render(
         MAIN,
         signature=signature_text(spec),
-        ctype=CTYPE[spec.dtype],
-        k_word=CTYPE[spec.k_format],
+        keys="" if spec.rope is None else KEYS_OF_ROW,
+        write_k=write_k,
         v_word=CTYPE[spec.v_format],
         page_size=spec.page_size,
         v_offset=record_layout(spec).v_offset,
@@ -93,5 +112,7 @@ class AppendGenerator:
         """Print the kernel of `spec`."""
         prefix = "exact_" if spec.is_grouped else ""
         main = quantized_append_text(spec) if spec.is_grouped else _main_text(spec)
-        parts = (_write_text(spec, "k", prefix), _write_text(spec, "v", prefix), main)
-        return copy_kernel(spec, "new K and V into their pages", "k_BKSD, v_BKSD", *parts)
+        writes = (_write_text(spec, "k", prefix), _write_text(spec, "v", prefix))
+        return copy_kernel(
+            spec, "new K and V into their pages", "k_BKSD, v_BKSD", keys_text(spec), *writes, main
+        )

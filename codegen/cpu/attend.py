@@ -18,6 +18,7 @@ from kvcompile.codegen.cpu.panels import (
     panel_accumulate,
     panel_scores,
 )
+from kvcompile.codegen.cpu.rope import ROPE_ARGUMENTS, rope_fields, rope_line, rotate_text
 from kvcompile.codegen.cpu.scalars import CTYPE, scalar_text
 from kvcompile.codegen.cpu.shape import AttendShape
 from kvcompile.codegen.cpu.text import comment, join_sections, render
@@ -37,7 +38,7 @@ struct Call {
   int64_t q_sb, q_sh, q_ss;
   $ctype* out_BHSD;
   int64_t o_sb, o_sh, o_ss;
-$mask_fields  int64_t num_kv_heads, query_len, kv_len, most_chunks;
+$rope_fields$mask_fields  int64_t num_kv_heads, query_len, kv_len, most_chunks;
   float* scratch;
   double scale;
 };
@@ -167,7 +168,7 @@ extern "C" int64_t ${symbol}_scratch_bytes(
 $signature
   if ($bad_query_len || kv_len < 0 || num_kv_heads < 1) return 1;
 $ignored  const Call call{Store(state), q_BHSD, q_sb, q_sh, q_ss, out_BHSD, o_sb, o_sh, o_ss,
-$mask_arguments                  num_kv_heads, query_len, kv_len,
+$rope_arguments$mask_arguments                  num_kv_heads, query_len, kv_len,
                   $most_chunks, scratch, scale};
   if (threads > 1 && call.store.batch * num_kv_heads * kv_len * query_len > 768) {
 #pragma omp parallel num_threads(int(threads))
@@ -268,6 +269,7 @@ def _exact_body(shape: AttendShape) -> list[str]:
         load_page_text(shape.layout, shape.isa),
         _structs(shape, chunk),
         HEADING,
+        rotate_text(shape.spec),
         fragments.load_query(shape),
         fragments.scores(shape),
         fragments.mask(shape),
@@ -295,6 +297,7 @@ def _quantized_body(shape: AttendShape) -> list[str]:
     return [
         _structs(shape, quantized_attend.chunk_text(shape)),
         HEADING,
+        rotate_text(shape.spec),
         fragments.load_query(shape),
         fragments.mask(shape),
         fragments.online_softmax(shape),
@@ -336,6 +339,7 @@ def _glossary(shape: AttendShape) -> str:
             f"Dk {spec.head_dim_qk}   Dv {spec.head_dim_vo}   P {spec.page_size}",
             f"q_BHSD, out_BHSD  {spec.dtype}; strides in elements, the last one is 1",
             f"mask    {masks[spec.mask]}",
+            *rope_line(spec),
             f"record  K {spec.k_format}, V {spec.v_format}: {bytes_per_token(spec)}",
             *quantized,
             "row     one query token of one query head, number s * G + head in its KV head",
@@ -348,13 +352,13 @@ def _glossary(shape: AttendShape) -> str:
 def _structs(shape: AttendShape, chunk: str) -> str:
     fields, bias = "", ""
     if shape.spec.mask in ("bool", "additive"):
-        ctype = mask_ctype(shape.spec)
-        fields = render(MASK_FIELDS, mask_ctype=ctype) + "\n"
+        fields = render(MASK_FIELDS, mask_ctype=mask_ctype(shape.spec)) + "\n"
     if shape.spec.mask != "none":
         bias = f"  float bias[{shape.chunk}];\n"
     return render(
         STRUCTS,
         ctype=CTYPE[shape.spec.dtype],
+        rope_fields=rope_fields(shape.spec),
         mask_fields=fields,
         bias_field=bias,
         out_channels=shape.out_channels,
@@ -387,5 +391,6 @@ def _main(shape: AttendShape) -> str:
         out_channels=shape.out_channels,
         bad_query_len="query_len != 1" if one else "query_len < 1 || query_len > 16",
         ignored=ignored,
+        rope_arguments="" if spec.rope is None else ROPE_ARGUMENTS,
         mask_arguments=f"{' ' * 18}mask_BHST, m_sb, m_sh, m_ss, m_st,\n" if has_mask else "",
     )

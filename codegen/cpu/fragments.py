@@ -17,10 +17,21 @@ static void load_query(const Call& call, int64_t b, int64_t h, int64_t row0, int
   const float factor = float(call.scale * 1.4426950408889634);
   for (int r = 0; r < rows; ++r) {
     const int64_t s = (row0 + r) / $group, head = h * $group + (row0 + r) % $group;
-    const $ctype* x = call.q_BHSD + b * call.q_sb + head * call.q_sh + s * call.q_ss;
+$row
     for (int c = 0; c < $head_dim; ++c) q[r * $q_stride + c] = $widened * factor;
 $pad  }
 }
+"""
+
+QUERY_ROW = """
+    const $ctype* x = call.q_BHSD + b * call.q_sb + head * call.q_sh + s * call.q_ss;
+"""
+
+TURNED_ROW = """
+    $ctype x[$head_dim];
+    rotate(call.q_BHSD + b * call.q_sb + head * call.q_sh + s * call.q_ss,
+           call.cos_BSR + b * call.cos_sb + s * call.cos_ss,
+           call.sin_BSR + b * call.sin_sb + s * call.sin_ss, x);
 """
 
 QUERY_PAD = """    for (int c = $head_dim; c < $q_stride; ++c) q[r * $q_stride + c] = 0.0f;
@@ -231,7 +242,11 @@ def load_query(shape: AttendShape) -> str:
         LOAD_QUERY,
         q_stride=shape.q_stride,
         group=shape.group,
-        ctype=CTYPE[spec.dtype],
+        row=render(
+            QUERY_ROW if spec.rope is None else TURNED_ROW,
+            ctype=CTYPE[spec.dtype],
+            head_dim=spec.head_dim_qk,
+        ),
         head_dim=spec.head_dim_qk,
         widened=widen(spec.dtype, "x[c]"),
         pad=pad,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvcompile.codegen.cpu.abi import packed_text
 from kvcompile.codegen.cpu.isa import ISAS, Isa
+from kvcompile.codegen.cpu.rope import rope_line
 from kvcompile.codegen.cpu.scalars import CTYPE, scalar_text
 from kvcompile.codegen.cpu.text import comment, join_sections, render
 from kvcompile.codegen.errors import UnsupportedKernelError
@@ -333,6 +334,7 @@ def copy_kernel(spec: KernelSpec, title: str, tensors: str, *parts: str) -> Kern
             f"{tensors}  {spec.dtype}; strides in elements, the last one is 1",
             f"record  K {spec.k_format}, V {spec.v_format}: {bytes_per_token(spec)}",
             *([f"exact pages of {TILE} tokens: K, V {spec.dtype}"] if spec.is_grouped else []),
+            *rope_line(spec),
         ]
     )
     parts_of: dict[Role, str] = {"k": spec.k_format, "v": spec.v_format}
@@ -341,7 +343,7 @@ def copy_kernel(spec: KernelSpec, title: str, tensors: str, *parts: str) -> Kern
     if spec.is_grouped:
         words.add("bf16")  # the scales
     f16c = ISAS[spec.isa].f16c
-    converts = spec.is_grouped or len(words) > 1
+    converts = spec.is_grouped or len(words) > 1 or spec.rope is not None
     text = join_sections(
         glossary,
         INCLUDES,

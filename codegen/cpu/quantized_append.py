@@ -6,6 +6,7 @@ from kvcompile.codegen.cpu.abi import signature_text
 from kvcompile.codegen.cpu.encode import encode_text
 from kvcompile.codegen.cpu.grouped import part_channels
 from kvcompile.codegen.cpu.pages import record_layout
+from kvcompile.codegen.cpu.rope import KEYS_OF_ROW
 from kvcompile.codegen.cpu.rotary import separate_text
 from kvcompile.codegen.cpu.scalars import CTYPE, widen
 from kvcompile.codegen.cpu.text import join_sections, render
@@ -25,13 +26,13 @@ QUANTIZE_PAGE = """
 // the tokens of a page, from new tokens (token `first` of the row is the first of them) and from
 // the ring, quantized into its record
 static void quantize_page_$role(
-    const Store& store, int64_t b, int64_t h, int64_t page, const Tokens& fresh, int64_t first) {
+    const Store& store, int64_t b, int64_t h, int64_t page, const $fresh& fresh, int64_t first) {
   alignas(64) float x[$page_size * $channels]$zeros;
   for (int t = 0; t < $page_size; ++t) {
     const int64_t i = $sinks + page * $page_size + t;
     float* row = x + t * $channels;
     if (i >= first) {
-      const $ctype* token = fresh.at(i - first);
+$token
       for (int c = 0; c < $head_dim; ++c) row[c] = $widened_token;
     } else {
       const int64_t slot = store.exact_slot(b, i);
@@ -42,6 +43,30 @@ static void quantize_page_$role(
   }
 $separate  encode_$role(x, store.record(b, page, h)$offset);
 }
+"""
+
+TOKEN = """
+      const $ctype* token = fresh.at(i - first);
+"""
+
+TURNED_TOKEN = """
+      $ctype token[$head_dim];
+      fresh.turn(i - first, token);
+"""
+
+TOKENS_OF_ROW = """    const Tokens k{k_BKSD ? k_BKSD + b * k_sb + h * k_sh : nullptr, k_st};
+"""
+
+WRITE_K = """
+      if (k.first) write_exact_k(($ctype*)record, in_page, k.at(s));
+"""
+
+WRITE_TURNED_K = """
+      if (k.first) {
+        $ctype turned[$head_dim];
+        k.turn(s, turned);
+        write_exact_k(($ctype*)record, in_page, turned);
+      }
 """
 
 MAIN = """
@@ -65,15 +90,14 @@ $signature
   for (int64_t item = 0; item < items; ++item) {
     const int64_t b = item / units / heads, h = item / units % heads, unit = item % units;
     const int64_t past = past_len - store.starts[b], ring = store.ring_token(b);
-    const Tokens k{k_BKSD ? k_BKSD + b * k_sb + h * k_sh : nullptr, k_st};
-    const Tokens v{v_BKSD ? v_BKSD + b * v_sb + h * v_sh : nullptr, v_st};
+$keys    const Tokens v{v_BKSD ? v_BKSD + b * v_sb + h * v_sh : nullptr, v_st};
     const int64_t end = std::min(new_len, unit * 64 + 64);
     for (int64_t s = std::max(unit * 64, -past); s < end; ++s) {
       if (past + s >= $sinks && past + s < ring) continue;
       const int64_t slot = store.exact_slot(b, past + s);
       uint8_t* record = store.exact_record(b, slot / $tile, h);
       const int in_page = int(slot % $tile);
-      if (k.first) write_exact_k(($ctype*)record, in_page, k.at(s));
+$write_k
       if (v.first) write_exact_v(($ctype*)(record + $exact_v_offset), in_page, v.at(s));
     }
     const int64_t page = store.ring_from[b] + unit;
@@ -93,6 +117,12 @@ def quantized_append_text(spec: KernelSpec) -> str:
     main = render(
         MAIN,
         signature=signature_text(spec),
+        keys=TOKENS_OF_ROW if spec.rope is None else KEYS_OF_ROW,
+        write_k=render(
+            WRITE_K if spec.rope is None else WRITE_TURNED_K,
+            ctype=CTYPE[spec.dtype],
+            head_dim=spec.head_dim_qk,
+        ),
         ctype=CTYPE[spec.dtype],
         page_size=spec.page_size,
         sinks=spec.num_sink_tokens,
@@ -116,8 +146,11 @@ def _quantize_page_text(spec: KernelSpec, role: Role) -> str:
     if role == "k" and layout.rotary is not None:
         means = f"store.record(b, page, h) + {layout.mean_offset}"
         separate = f"  separate_mean(x, store.rotary, {means});\n"
+    turns = role == "k" and spec.rope is not None
     return render(
         QUANTIZE_PAGE,
+        fresh="Keys" if turns else "Tokens",
+        token=render(TURNED_TOKEN if turns else TOKEN, ctype=CTYPE[spec.dtype], head_dim=head_dim),
         separate=separate,
         role=role,
         ctype=CTYPE[spec.dtype],

@@ -8,7 +8,7 @@ be writing them there at the same time.
 from __future__ import annotations
 
 from kvcompile.codegen.formats import TILE
-from kvcompile.codegen.gpu import quantize
+from kvcompile.codegen.gpu import quantize, rope
 from kvcompile.codegen.gpu.fragments import channels, place, point_to_record, within
 from kvcompile.codegen.gpu.glossary import append_glossary
 from kvcompile.codegen.gpu.shape import (
@@ -36,10 +36,12 @@ class AppendGenerator:
         shape = GpuShape(spec)
         w = Writer()
         w(*append_glossary(shape), "", "import triton", "import triton.language as tl", "", "")
-        for text in quantize.helpers(shape):
+        for text in (*quantize.helpers(shape), *rope.turned_text(spec)):
             w(*text.splitlines(), "", "")
         w("@triton.jit", f"def {spec.symbol}(")
         w("    k_BKSD, k_sb, k_sh, k_st, k_len,", "    v_BKSD, v_sb, v_sh, v_st, v_len,")
+        if spec.rope is not None:
+            w(f"    {rope.PARAMETERS}")
         w("    page_BN, page_stride, starts_B, past_len,")
         if spec.is_grouped:
             w("    quantized_B, ring_from_B, exact_BN, exact_stride, exact_programs,")
@@ -100,21 +102,27 @@ def _write_tokens(w: Writer, shape: GpuShape) -> None:
         "other=0)"
     )
     point_to_record(w, shape, exact=beside)
+    w(*rope.angle_rows(spec, "s"))
     for role in ROLES:
         part = shape.part(role, exact=beside)
         pointer = place(part.name, part.offset)
         w(f"{role}_words = ({pointer})[:, None] + (slot % {size})[:, None] * {part.channels}")
         for piece in part.pieces:
-            _copy(w, part, piece)
+            _copy(w, spec, part, piece)
 
 
-def _copy(w: Writer, part: Part, piece: Piece) -> None:
+def _copy(w: Writer, spec: KernelSpec, part: Part, piece: Piece) -> None:
     role, dim = part.role, part.shape.head_dim
     live = f"(live & (s < {role}_len))[:, None]"
     inside, stored = within(piece, dim), within(piece, part.channels)
     w(
         f"x = tl.load({role}_row + s[:, None] * {role}_st + {channels(piece)}, "
         f"mask={live}{f' & {inside}' if inside else ''}, other=0.0)",
+    )
+    if role == "k":
+        row = "k_row + s[:, None] * k_st"
+        w(*rope.turn(spec, "x", row, piece.offset, channels(piece), live))
+    w(
         f"tl.store({role}_words + {channels(piece)}, x.to({TRITON_TYPE[part.name]}), "
         f"mask={live}{f' & {stored}' if stored else ''})",
     )

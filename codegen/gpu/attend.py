@@ -8,7 +8,7 @@ quantized, are one more program, the last one.
 
 from __future__ import annotations
 
-from kvcompile.codegen.gpu import fragments, quantized
+from kvcompile.codegen.gpu import fragments, quantized, rope
 from kvcompile.codegen.gpu.glossary import glossary
 from kvcompile.codegen.gpu.helpers import (
     BITS,
@@ -67,6 +67,7 @@ def _helpers(shape: GpuShape) -> list[str]:
     ptx = shape.spec.isa == "ptx"
     texts = []
     parts = [part for part in (shape.k, shape.v) if part.is_grouped]
+    texts += rope.turned_text(shape.spec)
     dtype = "fp16" if shape.is_fp16 else "fp32"
     if any(part.is_float for part in parts):
         texts.append(unpack_float_text(ptx=ptx, dtype=dtype))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcompile.codegen.formats import TILE, Role
+from kvcompile.codegen.gpu import rope
 from kvcompile.codegen.gpu.shape import (
     EXACT_TILE,
     POINTER_TYPE,
@@ -31,7 +32,9 @@ LOG2E = 1.4426950408889634
 def parameters(shape: GpuShape) -> list[str]:
     """Return the lines of the parameters."""
     spec = shape.spec
-    lines = ["q_BHSD, q_sb, q_sh, q_ss,", "page_BN, page_stride, starts_B, kv_len,"]
+    lines = ["q_BHSD, q_sb, q_sh, q_ss,"]
+    lines += [rope.PARAMETERS] if spec.rope else []
+    lines += ["page_BN, page_stride, starts_B, kv_len,"]
     if spec.is_grouped:
         lines.append("quantized_B, ring_from_B, exact_BN, exact_stride,")
     if spec.mask in ("bool", "additive"):
@@ -78,10 +81,13 @@ def load_query(w: Writer, shape: GpuShape) -> None:
     """Load the query, piece by piece of K."""
     step = "" if shape.is_one else " + s * q_ss"
     w("# load_query", f"q_row = (q_BHSD + b * q_sb + head * q_sh{step})[:, None]")
+    w(*rope.angle_rows(shape.spec, "r * 0" if shape.is_one else "s"))
     for piece in shape.k.pieces:
         inside = within(piece, shape.spec.head_dim_qk)
         seen = f"live_rows & {inside}" if inside else "live_rows"
         w(f"q{piece.name} = tl.load(q_row + {channels(piece)}, mask={seen}, other=0.0)")
+        turning = (f"q{piece.name}", "q_row", piece.offset, channels(piece), "live_rows")
+        w(*rope.turn(shape.spec, *turning))
     w("")
 
 

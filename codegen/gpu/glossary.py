@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcompile.codegen.formats import TILE
+from kvcompile.codegen.gpu.rope import rope_line
 from kvcompile.codegen.gpu.shape import GpuShape
 
 
@@ -20,6 +21,7 @@ def append_glossary(shape: GpuShape) -> list[str]:
         "page_BN    int64 addresses of pages; a page is a record of each KV head",
         "starts_B   int32, tokens of left padding, which own no page",
         "past_len   int64, one number: tokens before the new ones",
+        *rope_line(spec),
         record_line(shape),
     ]
     programs = f"runs of {TILE} new tokens"
@@ -105,6 +107,7 @@ def glossary(shape: GpuShape) -> list[str]:
         f"q_BHSD     {spec.dtype}; strides in elements, the last one is 1",
         "page_BN    int64 addresses of pages; a page is a record of each KV head",
         "starts_B   int32, tokens of left padding, which own no page; kv_len int64, one number",
+        *rope_line(spec),
         f"mask       {masks[spec.mask]}",
         record_line(shape),
     ]

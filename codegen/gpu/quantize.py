@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 from kvcompile.codegen.formats import TILE
 from kvcompile.codegen.formats.planes import LARGEST_EXPONENT
+from kvcompile.codegen.gpu import rope
 from kvcompile.codegen.gpu.fragments import channels, place, point_to_record, within
 from kvcompile.codegen.gpu.shape import ROLES, TRITON_TYPE, GpuShape, Part, Piece
 
 if TYPE_CHECKING:
     from kvcompile.codegen.gpu.text import Writer
+    from kvcompile.codegen.spec import KernelSpec
 
 BF16_DOWN = """@triton.jit
 def bf16_down(x):
@@ -89,6 +91,7 @@ def page(w: Writer, shape: GpuShape) -> None:
         "page = tl.load(page_BN + b * page_stride + number)",
     )
     point_to_record(w, shape)
+    w(*rope.angle_rows(spec, "new"))
     for role in ROLES:
         part = shape.part(role)
         exact = shape.part(role, exact=True)
@@ -99,18 +102,18 @@ def page(w: Writer, shape: GpuShape) -> None:
             f"ring = ring[:, None] + (slots % {TILE})[:, None] * {exact.channels}",
         )
         for piece in part.pieces:
-            _load(w, part, piece, part.shape.head_dim)
+            _load(w, spec, part, piece, part.shape.head_dim)
         if not part.is_grouped:
             _store_words(w, part)
         elif role == "k":
             _scales_of_channels(w, part)
             _store_codes(w, part)
         else:
-            _scales_of_tokens(w, part)
+            _scales_of_tokens(w, spec, part)
             _store_codes(w, part)
 
 
-def _load(w: Writer, part: Part, piece: Piece, end: int) -> None:
+def _load(w: Writer, spec: KernelSpec, part: Part, piece: Piece, end: int) -> None:
     """Load the channels of a piece that come before `end`; the others are 0."""
     role = part.role
     inside = within(piece, end)
@@ -118,6 +121,12 @@ def _load(w: Writer, part: Part, piece: Piece, end: int) -> None:
     w(
         f"given = tl.load({role}_row + new[:, None] * {role}_st + {channels(piece)}, "
         f"mask=(new >= 0)[:, None]{also}, other=0.0)",
+    )
+    if role == "k":
+        row = "k_row + new[:, None] * k_st"
+        new = "(new >= 0)[:, None]"
+        w(*rope.turn(spec, "given", row, piece.offset, channels(piece), new))
+    w(
         f"kept = tl.load(ring + {channels(piece)}, mask=(new < 0)[:, None]{also}, other=0.0)",
         f"x{piece.name} = tl.where((new < 0)[:, None], kept, given).to(tl.float32)",
     )
@@ -163,7 +172,7 @@ def _scales_of_channels(w: Writer, part: Part) -> None:
     _store_exponent(w, part)
 
 
-def _scales_of_tokens(w: Writer, part: Part) -> None:
+def _scales_of_tokens(w: Writer, spec: KernelSpec, part: Part) -> None:
     """V: one scale per token and group of channels."""
     for group in range(part.groups):
         pieces = [piece for piece in part.pieces if piece.group == group]
@@ -171,7 +180,7 @@ def _scales_of_tokens(w: Writer, part: Part) -> None:
             _over_pieces(w, part, pieces, "largest", "tl.max(tl.abs({0}), 1)", "tl.maximum")
             w("scale = bf16_up(tl.math.div_rn(largest, 448.0))")
         elif part.widths == (1,):
-            _means(w, part, group)
+            _means(w, spec, part, group)
             w("minimum = bf16_down(mean - deviation)")
             w("scale = bf16_up((mean + deviation) - minimum)")
         else:
@@ -219,12 +228,12 @@ def _over_pieces(
         w(f"{name} = {joined}({name}, {value})" if i else f"{name} = {value}")
 
 
-def _means(w: Writer, part: Part, group: int) -> None:
+def _means(w: Writer, spec: KernelSpec, part: Part, group: int) -> None:
     """Print mean and mean deviation of a group of channels of V, summed in halves."""
     inside = part.shape.channel_groups()[group]
     size, tokens = 1 << (len(inside) - 1).bit_length(), part.shape.page_size
     whole = Piece("s", inside.start, size, group)
-    _load(w, part, whole, inside.stop)
+    _load(w, spec, part, whole, inside.stop)
     deviation = "tl.abs(xs - mean[:, None])"
     if size > len(inside):
         deviation = f"tl.where({within(whole, inside.stop)}, {deviation}, 0.0)"

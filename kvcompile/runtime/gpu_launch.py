@@ -17,6 +17,7 @@ from kvcompile.codegen.gpu.compile import load
 from kvcompile.codegen.gpu.shape import GpuShape
 from kvcompile.codegen.spec import MOST_QUERIES, MergeSpec
 from kvcompile.runtime.device_tables import DeviceTables, number_on
+from kvcompile.runtime.rope import Rope
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +56,13 @@ def append_launcher(spec: KernelSpec) -> Callable[..., None]:
     """Return `launch.append` for one kind of store."""
     kernel = load(spec)
 
-    def launch(store: Any, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
+    def launch(
+        store: Any,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        past_len: int,
+        rope: Rope | None,
+    ) -> None:
         lengths = []
         parts: list[object] = []
         for x, dim in ((k, spec.head_dim_qk), (v, spec.head_dim_vo)):
@@ -65,6 +72,7 @@ def append_launcher(spec: KernelSpec) -> Callable[..., None]:
         if all(lengths) and lengths[0] != lengths[1]:
             raise ValueError(f"{lengths[0]} keys and {lengths[1]} values do not go together")
         programs = -(-max(lengths) // TILE)
+        parts += _angles(rope)
         arguments = [*parts, *_pages(store), number_on(store.device, past_len)]
         total = programs
         if spec.is_grouped:
@@ -111,6 +119,7 @@ def attend_launcher(
         causal: bool,
         scale: float,
         kv_len: int,
+        rope: Rope | None,
     ) -> torch.Tensor:
         del causal
         batch, kv_heads, queries = store.batch, store.num_kv_heads, q.shape[2]
@@ -127,7 +136,7 @@ def attend_launcher(
             (batch * heads * queries, splits, dim), dtype=torch.float32, device=q.device
         )
         lse = torch.empty(partial.shape[:2], dtype=torch.float32, device=q.device)
-        arguments: list[object] = [q, *q.stride()[:3], *_pages(store)]
+        arguments: list[object] = [q, *q.stride()[:3], *_angles(rope), *_pages(store)]
         arguments.append(number_on(store.device, kv_len))
         if spec.is_grouped:
             arguments += _window(store)
@@ -154,6 +163,14 @@ def _part(store: GpuStore, x: torch.Tensor | None, dim: int) -> tuple[list[objec
         raise ValueError(f"keys or values {tuple(x.shape)} do not fit {store!r}")
     x = x if x.stride(3) == 1 or dim == 1 else x.contiguous()
     return [x, *x.stride()[:3], x.shape[2]], x.shape[2]
+
+
+def _angles(rope: Rope | None) -> list[object]:
+    """Return cosines and sines and their strides, if anything turns."""
+    if rope is None:
+        return []
+    cos, sin = rope.steps()
+    return [rope.cos, *cos, rope.sin, *sin]
 
 
 def _pages(store: GpuStore) -> list[object]:

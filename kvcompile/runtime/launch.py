@@ -1,14 +1,13 @@
 """Launching kernels on stores: `append`, `attend` and `gather` on tensors.
 
-Each call finds its launcher in a dictionary, takes addresses and strides, and makes one foreign
-call; everything that can be decided once is decided in a launcher's closure. Where a kernel cannot
-be had, the same call runs in plain torch and one remark says so.
+Each call finds its launcher in a dictionary: one of `cpu_launch` or of `gpu_launch`. Where a kernel
+cannot be had, the same call runs in plain torch and one remark says so.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,10 +23,10 @@ from kvcompile.codegen.formats import Role
 from kvcompile.codegen.gpu.compile import gpu_isa
 from kvcompile.codegen.gpu.compile import load as load_triton
 from kvcompile.codegen.layout import RecordLayout
-from kvcompile.codegen.spec import MOST_QUERIES, Compute, DTypeName, KernelSpec, MaskKind, Op, Spec
+from kvcompile.codegen.spec import Compute, DTypeName, KernelSpec, MaskKind, Op, Spec
 from kvcompile.passes.ir.remarks import Remark, emit
-from kvcompile.runtime import gpu_launch, torch_path
-from kvcompile.runtime.scratch import scratch_of
+from kvcompile.runtime import cpu_launch, gpu_launch, torch_path
+from kvcompile.runtime.rope import Rope
 
 DTYPE_NAMES: dict[torch.dtype, DTypeName] = {
     torch.float32: "fp32",
@@ -47,8 +46,10 @@ class Store(Protocol):
     state: torch.Tensor
 
 
-Append = Callable[[Store, torch.Tensor | None, torch.Tensor | None, int], None]
-Attend = Callable[[Store, torch.Tensor, torch.Tensor | None, bool, float, int], torch.Tensor]
+Append = Callable[[Store, torch.Tensor | None, torch.Tensor | None, int, Rope | None], None]
+Attend = Callable[
+    [Store, torch.Tensor, torch.Tensor | None, bool, float, int, Rope | None], torch.Tensor
+]
 Gather = Callable[[Store, Role, int, int], torch.Tensor]
 
 _appends: dict[object, Append] = {}
@@ -58,7 +59,13 @@ LAUNCHERS: list[dict[Any, Any]] = [_appends, _attends, _gathers]
 """Every choice between kernel and torch that was made in this process."""
 
 
-def append(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
+def append(
+    store: Store,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    past_len: int,
+    rope: Rope | None = None,
+) -> None:
     """Write k, v [B, K, S, D] as the tokens from `past_len` on of every row.
 
     The pages must be there. Tokens of left padding are skipped; nothing else is touched.
@@ -68,6 +75,7 @@ def append(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_le
         k: New keys, any strides, or None to leave them alone.
         v: New values of the same dtype, or None.
         past_len: Position of the first new token.
+        rope: What k turns by on its way in, if it comes unrotated.
 
     Raises:
         ValueError: Shapes do not fit the store.
@@ -75,12 +83,14 @@ def append(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_le
     new = k if k is not None else v
     if new is None:
         return
-    _append_of(store.layout, new.dtype)(store, k, v, past_len)
+    if rope is not None:
+        rope = rope.fitting(new)
+    _append_of(store.layout, new.dtype, rope)(store, k, v, past_len, rope)
 
 
 def flush(store: Store, length: int) -> None:
     """Quantize the pages that `length` stored tokens have made old enough, from the ring alone."""
-    _append_of(store.layout, store.dtype)(store, None, None, length)
+    _append_of(store.layout, store.dtype, None)(store, None, None, length, None)
 
 
 def attend(
@@ -90,6 +100,7 @@ def attend(
     causal: bool,
     scale: float,
     kv_len: int,
+    rope: Rope | None = None,
 ) -> torch.Tensor:
     """Return attention of q [B, H, S, Dk] over the first `kv_len` tokens, left padding excluded.
 
@@ -100,6 +111,7 @@ def attend(
         causal: Query token s sees the tokens t <= s; only without a mask.
         scale: Factor of the scores.
         kv_len: Tokens to look at, left padding included.
+        rope: What q turns by on its way in, if it comes unrotated.
 
     Returns:
         [B, H, S, Dv] of q's dtype, in the memory order of [B, S, H, Dv].
@@ -113,13 +125,17 @@ def attend(
         raise ValueError("attention is either causal or has a mask")
     else:
         rule = mask.dtype
+    turns = None
+    if rope is not None:
+        rope = rope.fitting(q)
+        turns = rope.key
     _, heads, queries, _ = q.shape
     group = heads // store.num_kv_heads
-    key = (store.layout.symbol, q.dtype, group, rule, queries == 1, store.compute)
+    key = (store.layout.symbol, q.dtype, group, rule, queries == 1, store.compute, turns)
     launcher = _attends.get(key)
     if launcher is None:
-        launcher = _attends[key] = _new_attend(store, q, mask, causal=causal)
-    return launcher(store, q, mask, causal, scale, kv_len)
+        launcher = _attends[key] = _new_attend(store, q, mask, rope, causal=causal)
+    return launcher(store, q, mask, causal, scale, kv_len, rope)
 
 
 def gather(store: Store, role: Role, start: int, stop: int) -> torch.Tensor:
@@ -128,7 +144,7 @@ def gather(store: Store, role: Role, start: int, stop: int) -> torch.Tensor:
     launcher = _gathers.get(key)
     if launcher is None:
         spec = _spec(store.layout, store.dtype, "gather")
-        made = _made(spec, _gather_launcher, gpu_launch.gather_launcher)
+        made = _made(spec, cpu_launch.gather_launcher, gpu_launch.gather_launcher)
         launcher = _gathers[key] = made or torch_path.gather
     return launcher(store, role, start, stop)
 
@@ -150,14 +166,18 @@ def _spec(
     layout: RecordLayout,
     dtype: torch.dtype,
     op: Op,
-    *,
-    group: int | None = None,
-    mask: MaskKind | None = None,
-    mask_dtype: torch.dtype | None = None,
-    one: bool = True,
-    compute: Compute | None = None,
+    rope: Rope | None = None,
+    of_attend: Mapping[str, Any] | None = None,
 ) -> KernelSpec | None:
-    """Return the spec of the kernel for these tensors, or None after a remark."""
+    """Return the spec of the kernel for these tensors, or None after a remark.
+
+    Args:
+        layout: Layout of the records.
+        dtype: Dtype of q or of new K and V.
+        op: What it does.
+        rope: What q or new K turns by on its way in.
+        of_attend: The fields that only attend has.
+    """
     name = DTYPE_NAMES.get(dtype)
     if name is None:
         remark(f"no {op} kernel takes {dtype}")
@@ -174,11 +194,8 @@ def _spec(
         isa=isa,
         dtype=name,
         **layout.spec_fields(),
-        q_heads_per_kv_head=group,
-        mask=mask,
-        mask_dtype=None if mask_dtype is None else DTYPE_NAMES[mask_dtype],
-        queries=None if op != "attend" else "one" if one else "few",
-        compute=compute,
+        **(of_attend or {}),
+        rope=None if rope is None else rope.rotary,
     )
 
 
@@ -232,73 +249,18 @@ def remark(reason: str, hint: str = "Install g++, or name a working C++ compiler
     )
 
 
-def _append_of(layout: RecordLayout, dtype: torch.dtype) -> Append:
-    launcher = _appends.get((layout.symbol, dtype))
+def _append_of(layout: RecordLayout, dtype: torch.dtype, rope: Rope | None) -> Append:
+    key = (layout.symbol, dtype, None if rope is None else rope.key)
+    launcher = _appends.get(key)
     if launcher is None:
-        spec = _spec(layout, dtype, "append")
-        made = _made(spec, _append_launcher, gpu_launch.append_launcher)
-        launcher = _appends[layout.symbol, dtype] = made or torch_path.append
+        spec = _spec(layout, dtype, "append", rope)
+        made = _made(spec, cpu_launch.append_launcher, gpu_launch.append_launcher)
+        launcher = _appends[key] = made or torch_path.append
     return launcher
 
 
-def _append_launcher(kernel: Kernel[KernelSpec]) -> Append:
-    pack, enter, threads = kernel.pack, kernel.enter, torch.get_num_threads
-    k_dim, v_dim = kernel.spec.head_dim_qk, kernel.spec.head_dim_vo
-
-    def launch(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
-        heads, new_len = store.num_kv_heads, 0
-        k_part = v_part = _NOTHING
-        if k is not None:
-            shape = k.shape
-            new_len = shape[2]
-            if shape != (store.batch, heads, new_len, k_dim):
-                raise ValueError(f"keys {tuple(shape)} do not fit {store!r}")
-            k_part, k = _part(k)
-        if v is not None:
-            shape = v.shape
-            if k is not None and (v.dtype != k.dtype or shape[2] != new_len):
-                raise ValueError(f"values {v.dtype} {tuple(shape)} do not go with the keys")
-            new_len = shape[2]
-            if shape != (store.batch, heads, new_len, v_dim):
-                raise ValueError(f"values {tuple(shape)} do not fit {store!r}")
-            v_part, v = _part(v)
-        state = store.state.data_ptr()
-        words = pack(state, *k_part, *v_part, heads, past_len, new_len, threads())
-        check(enter(words), kernel)
-
-    return launch
-
-
-_NOTHING = (0, 0, 0, 0)
-
-
-def _part(x: torch.Tensor) -> tuple[tuple[int, int, int, int], torch.Tensor]:
-    """Return address and strides of x [B, K, S, D], and the tensor that they belong to."""
-    row, head, token, channel = x.stride()
-    if channel != 1 and x.shape[3] != 1:
-        x = x.contiguous()
-        row, head, token, _ = x.stride()
-    return (x.data_ptr(), row, head, token), x
-
-
-def _gather_launcher(kernel: Kernel[KernelSpec]) -> Gather:
-    pack, enter, threads = kernel.pack, kernel.enter, torch.get_num_threads
-    dims: dict[Role, int] = {"k": kernel.spec.head_dim_qk, "v": kernel.spec.head_dim_vo}
-
-    def launch(store: Store, role: Role, start: int, stop: int) -> torch.Tensor:
-        heads = store.num_kv_heads
-        dense = torch.empty((store.batch, heads, stop - start, dims[role]), dtype=store.dtype)
-        part, _ = _part(dense)
-        parts = (*part, *_NOTHING) if role == "k" else (*_NOTHING, *part)
-        words = pack(store.state.data_ptr(), *parts, heads, start, stop, threads())
-        check(enter(words), kernel)
-        return dense
-
-    return launch
-
-
 def _new_attend(
-    store: Store, q: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
+    store: Store, q: torch.Tensor, mask: torch.Tensor | None, rope: Rope | None, *, causal: bool
 ) -> Attend:
     """Choose how queries and masks of these dtypes are served, after checking what is fixed."""
     if q.shape[1] % store.num_kv_heads:
@@ -309,102 +271,17 @@ def _new_attend(
         kind = "bool" if mask.dtype is torch.bool else "additive"
         if kind == "additive":
             mask_dtype = q.dtype if mask.dtype == q.dtype else torch.float32
-    spec = _spec(
-        store.layout,
-        q.dtype,
-        "attend",
-        group=q.shape[1] // store.num_kv_heads,
-        mask=kind,
-        mask_dtype=mask_dtype,
-        one=q.shape[2] == 1,
-        compute=store.compute,
-    )
+    fields = {
+        "q_heads_per_kv_head": q.shape[1] // store.num_kv_heads,
+        "mask": kind,
+        "mask_dtype": None if mask_dtype is None else DTYPE_NAMES[mask_dtype],
+        "queries": "one" if q.shape[2] == 1 else "few",
+        "compute": store.compute,
+    }
+    spec = _spec(store.layout, q.dtype, "attend", rope, fields)
     made = _made(
         spec,
-        lambda kernel: _attend_launcher(kernel, mask_dtype),
+        lambda kernel: cpu_launch.attend_launcher(kernel, mask_dtype),
         lambda spec: gpu_launch.attend_launcher(spec, mask_dtype),
     )
     return made or torch_path.attend
-
-
-def _attend_launcher(kernel: Kernel[KernelSpec], mask_dtype: torch.dtype | None) -> Attend:
-    pack, enter, threads = kernel.pack, kernel.enter, torch.get_num_threads
-    scratch = scratch_of(kernel)
-    k_dim, v_dim = kernel.spec.head_dim_qk, kernel.spec.head_dim_vo
-    group = kernel.spec.q_heads_per_kv_head
-    assert group is not None
-
-    def launch(
-        store: Store,
-        q: torch.Tensor,
-        mask: torch.Tensor | None,
-        causal: bool,
-        scale: float,
-        kv_len: int,
-    ) -> torch.Tensor:
-        kv_heads, batch = store.num_kv_heads, store.batch
-        heads, shape = group * kv_heads, q.shape
-        queries = shape[2]
-        if shape != (batch, heads, queries, k_dim) or queries > MOST_QUERIES:
-            raise ValueError(f"queries {tuple(shape)} do not fit {store!r}")
-        out = torch.empty_strided(
-            (batch, heads, queries, v_dim),
-            (queries * heads * v_dim, v_dim, heads * v_dim, 1),
-            dtype=q.dtype,
-        )
-        q_part, q = _part(q)
-        mask_part = _NO_MASK
-        if mask is not None:
-            if mask_dtype is not None and mask.dtype != mask_dtype:
-                mask = mask.to(mask_dtype)
-            mask_part = _mask_part(mask, (batch, heads, queries, kv_len))
-        words = pack(
-            store.state.data_ptr(),
-            *q_part,
-            out.data_ptr(),
-            queries * heads * v_dim,
-            v_dim,
-            heads * v_dim,
-            *mask_part,
-            kv_heads,
-            queries,
-            kv_len,
-            scratch(batch, kv_heads, queries, kv_len),
-            threads(),
-            scale,
-        )
-        check(enter(words), kernel)
-        return out
-
-    return launch
-
-
-_NO_MASK = (0, 0, 0, 0, 0)
-
-
-def _mask_part(
-    mask: torch.Tensor, sizes: tuple[int, int, int, int]
-) -> tuple[int, int, int, int, int]:
-    """Return address and strides of a mask that broadcasts to `sizes`, its last size a minimum.
-
-    Raises:
-        ValueError: It does not broadcast.
-    """
-    missing = 4 - mask.dim()
-    shape = (1,) * missing + tuple(mask.shape)
-    stride = (0,) * missing + mask.stride()
-    fits = missing >= 0 and (shape[3] == 1 or shape[3] >= sizes[3])
-    strides = [0, 0, 0, 0]
-    for dim in range(4):
-        if fits and shape[dim] != 1:
-            strides[dim] = stride[dim]
-            fits = dim == 3 or shape[dim] == sizes[dim]
-    if not fits:
-        raise ValueError(f"a mask {tuple(mask.shape)} does not broadcast to {sizes}")
-    return (mask.data_ptr(), strides[0], strides[1], strides[2], strides[3])
-
-
-def check(status: int, kernel: Kernel[Any]) -> None:
-    """Raise ValueError for a kernel that refused its arguments."""
-    if status:
-        raise ValueError(f"{kernel.spec} rejects its arguments (status {status})")

@@ -11,6 +11,7 @@ from kvcompile.codegen.cpu.isa import detect_isa
 from kvcompile.codegen.errors import UnsupportedKernelError
 from kvcompile.codegen.spec import MOST_ROWS, LinearSpec
 from kvcompile.runtime import launch
+from kvcompile.runtime.cpu_launch import check
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -69,7 +70,7 @@ def _launcher(dtype: torch.dtype) -> Linear:
             outputs,
             threads(),
         )
-        launch.check(enter(words), kernel)
+        check(enter(words), kernel)
         return out
 
     return launcher

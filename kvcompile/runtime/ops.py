@@ -22,6 +22,7 @@ from kvcompile.runtime.errors import CacheGapError
 from kvcompile.runtime.linear import linear
 from kvcompile.runtime.masks import check_masks, check_unwritten, learn_starts
 from kvcompile.runtime.registry import find, read_anchor
+from kvcompile.runtime.rope import Rope, rotate
 from kvcompile.runtime.store import PagedStore
 
 _REGISTRY_WORD = 8 * KEY
@@ -76,40 +77,41 @@ def _append(
 ) -> None:
     """Write K and V [B, K, S, D] at `position`, or else at `past_len`."""
     if k.shape[2]:
-        _append_to(_store_of(state), k, v, state, past_len, position, mask, attends=False)
+        store = _store_of(state)
+        store.append(k, v, _begin(store, k.shape[2], past_len, position, mask))
+        _hand_back(store, state)
 
 
-def _append_to(
+def _begin(
     store: PagedStore,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    state: torch.Tensor,
+    new_len: int,
     past_len: int,
     position: torch.Tensor | None,
     mask: torch.Tensor | None,
-    *,
-    attends: bool,
 ) -> int:
-    """Append K and V [B, K, S, D], S >= 1; return the position of the first new token.
+    """Prepare to append `new_len` >= 1 tokens; return the position of the first one.
 
     With a mask, or over left padding, whoever appends from position 0 begins anew: what was stored
     is dropped, and the mask says what is left padding from now on.
     """
     if position is not None:
-        past_len = _first_position(position, k.shape[2])
+        past_len = _first_position(position, new_len)
     if past_len == 0 and (mask is not None or store.is_padded):
         store.truncate(0)
         if mask is None:
             store.set_starts([0] * store.batch)
         else:
             if position is not None:
-                check_unwritten(mask, k.shape[2])
-            store.set_starts(learn_starts(mask, store.batch, k.shape[2]))
-    store.append(k, v, past_len, attends=attends)
+                check_unwritten(mask, new_len)
+            store.set_starts(learn_starts(mask, store.batch, new_len))
+    return past_len
+
+
+def _hand_back(store: PagedStore, state: torch.Tensor) -> None:
+    """Show what an append has changed to who gave the state."""
     if state.data_ptr() != store.state.data_ptr():
         # A compiler that clones what an operator mutates copies the clone back over the original.
         state.copy_(store.state)
-    return past_len
 
 
 def _append_attend(  # noqa: PLR0913 - the schema
@@ -123,6 +125,9 @@ def _append_attend(  # noqa: PLR0913 - the schema
     is_causal: bool,
     scale: float,
     kv_len: int,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    rope_interleaved: bool = False,
 ) -> torch.Tensor:
     """Append K and V, then attend with q over all tokens up to the new ones.
 
@@ -137,14 +142,26 @@ def _append_attend(  # noqa: PLR0913 - the schema
         is_causal: PyTorch's flag: query s sees tokens 0 .. s.
         scale: Factor on the scores.
         kv_len: Columns of the mask; the capacity of a static cache.
+        cos: [B or 1, 1, S, R], what the first R channels of q and k turn by, if they come
+            unrotated; S' is S then.
+        sin: The same.
+        rope_interleaved: Which channels turn together, see `Rope`.
 
     Returns:
         [B, H, S', Dv], in memory [B, S', H, Dv].
     """
     store = _store_of(state)
     new_len, queries = k.shape[2], q.shape[2]
+    rope = None
+    if cos is not None and sin is not None:
+        rope = Rope(cos, sin, rope_interleaved)
+        if queries > MOST_QUERIES:
+            # A chunk attends to dense K, and takes longer than turning it.
+            q, k, rope = rotate(q, rope), rotate(k, rope), None
     if new_len:
-        past_len = _append_to(store, k, v, state, past_len, position, mask, attends=True)
+        past_len = _begin(store, new_len, past_len, position, mask)
+        store.append(k, v, past_len, attends=True, rope=rope)
+        _hand_back(store, state)
     stored = past_len + new_len
     if position is not None:
         # A static buffer shows its later tokens too, as far as the mask lets it.
@@ -155,7 +172,7 @@ def _append_attend(  # noqa: PLR0913 - the schema
     if mask is not None or store.is_padded or kv_len > stored:
         check_masks(store, mask, is_causal, stored, kv_len)
     if queries <= MOST_QUERIES:
-        return launch.attend(store, q, mask, is_causal, scale, stored)
+        return launch.attend(store, q, mask, is_causal, scale, stored, rope)
     k, v = store.dense_for_chunk(stored)
     if mask is not None and mask.shape[-1] > stored:
         mask = mask[..., :stored]

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvcompile.codegen.layout import RecordLayout
     from kvcompile.runtime.arena import Arena
     from kvcompile.runtime.registry import Role
+    from kvcompile.runtime.rope import Rope
 
 
 class QuantizedStore(PagedStore):
@@ -106,13 +107,15 @@ class QuantizedStore(PagedStore):
         """Writing at a position drops the tokens behind it, in a static buffer too."""
         return False
 
-    def append(self, k: New, v: New, past_len: int, *, attends: bool = False) -> None:
+    def append(
+        self, k: New, v: New, past_len: int, *, attends: bool = False, rope: Rope | None = None
+    ) -> None:
         """Write tokens from `past_len` on; see `PagedStore.append`."""
         self.abandon()
         seen = None
         if attends and k is not None and v is not None and k.shape[2] > MOST_QUERIES:
             seen = self._with_past(k, v, past_len)
-        super().append(k, v, past_len, attends=attends)
+        super().append(k, v, past_len, attends=attends, rope=rope)
         self._seen_by_chunk = seen
 
     def _with_past(

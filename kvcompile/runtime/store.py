@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvcompile.runtime.arena import Arena
     from kvcompile.runtime.dense import DenseCell
     from kvcompile.runtime.handle import KVTensor
+    from kvcompile.runtime.rope import Rope
 
 
 HANDLES_BEFORE_SWEEP = 64
@@ -181,7 +182,9 @@ class PagedStore(PageRows):
             self.truncate(past_len, role)
         self._own_pages(past_len, end, both=role is None)
 
-    def append(self, k: New, v: New, past_len: int, *, attends: bool = False) -> None:
+    def append(
+        self, k: New, v: New, past_len: int, *, attends: bool = False, rope: Rope | None = None
+    ) -> None:
         """Write tokens from `past_len` on; the lengths move only with `commit`.
 
         Args:
@@ -189,6 +192,7 @@ class PagedStore(PageRows):
             v: The same for V.
             past_len: Position of the first token.
             attends: Whether the same tokens will attend to the store.
+            rope: What K turns by on its way in, if it comes unrotated.
         """
         new = k if k is not None else v
         if new is None:
@@ -199,7 +203,7 @@ class PagedStore(PageRows):
         role: Role | None = None if k is not None and v is not None else "v" if k is None else "k"
         self.reserve(past_len, new.shape[2], role)
         self.epoch += 1
-        launch.append(self, k, v, past_len)
+        launch.append(self, k, v, past_len, rope)
         self.appended = past_len + new.shape[2]
 
     def dense_for_chunk(self, stored: int) -> tuple[torch.Tensor, torch.Tensor]:

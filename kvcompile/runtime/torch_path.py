@@ -23,6 +23,7 @@ from kvcompile.codegen.state import (
     STARTS,
 )
 from kvcompile.reference.attention import attention
+from kvcompile.runtime.rope import Rope, rotate
 
 if TYPE_CHECKING:
     from kvcompile.codegen.layout import RecordLayout
@@ -159,8 +160,16 @@ def _pages(store: Store) -> _Pages:
     return _Pages(words, layout, store.num_kv_heads, table)
 
 
-def append(store: Store, k: torch.Tensor | None, v: torch.Tensor | None, past_len: int) -> None:
+def append(
+    store: Store,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    past_len: int,
+    rope: Rope | None = None,
+) -> None:
     """Write k, v [B, K, S, D] as the tokens from `past_len` on; see `launch.append`."""
+    if k is not None and rope is not None:
+        k = rotate(k, rope)
     pages = _pages(store)
     new = k if k is not None else v
     end = past_len + (0 if new is None else new.shape[2])
@@ -229,8 +238,11 @@ def attend(
     causal: bool,
     scale: float,
     kv_len: int,
+    rope: Rope | None = None,
 ) -> torch.Tensor:
     """Return attention of q [B, H, S, Dk] over the stored tokens; see `launch.attend`."""
+    if rope is not None:
+        q = rotate(q, rope)
     pages = _pages(store)
     compute = torch.promote_types(q.dtype, torch.float32)
     k = gather(store, "k", 0, kv_len, compute)

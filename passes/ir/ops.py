@@ -20,7 +20,8 @@ library.define(
 # One operator for both: a dispatch costs about as much time as writing a token.
 library.define(
     "append_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) state, SymInt past_len,"
-    " Tensor? position, Tensor? mask, bool is_causal, float scale, SymInt kv_len) -> Tensor"
+    " Tensor? position, Tensor? mask, bool is_causal, float scale, SymInt kv_len,"
+    " Tensor? cos=None, Tensor? sin=None, bool rope_interleaved=False) -> Tensor"
 )
 library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 library.define(
@@ -57,6 +58,9 @@ def _append_attend_fake(  # noqa: PLR0913 - the schema
     is_causal: bool,
     scale: float,
     kv_len: int,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    rope_interleaved: bool = False,
 ) -> torch.Tensor:
     batch, heads, queries, _ = q.shape
     return q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import fx
 
+    from kvcompile.codegen.rotary import Rotary
     from kvcompile.codegen.spec import KernelSpec, LinearSpec
     from kvcompile.passes.ir.plan import StreamPlan
     from kvcompile.passes.ir.remarks import Remark
@@ -98,6 +99,7 @@ class Program:
         streams: Cached streams by site index, once inferred.
         plans: Storage by site index, once planned.
         binding: Inputs and outputs, once rewritten.
+        ropes: How q and new K turn inside the operator, by site index, where they do.
         kernels: Kernels, complete once lowered.
         remarks: Everything that passes said, in order.
         seconds: Time of each pass, by name.
@@ -110,6 +112,7 @@ class Program:
     streams: dict[int, CacheStream] = field(default_factory=dict)
     plans: dict[int, StreamPlan] = field(default_factory=dict)
     binding: Binding | None = None
+    ropes: dict[int, Rotary] = field(default_factory=dict)
     kernels: tuple[KernelUse, ...] = ()
     remarks: list[Remark] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)

@@ -42,6 +42,7 @@ REMARK_CODES: dict[str, str] = {
     "KVC403": "a mask of another length than the cache",
     "KVC404": "the batch size is not an input",
     "KVC405": "the dense static buffers were made outside a compiled prefill",
+    "KVC406": "rotation of q and k folded into append and attend, or why not",
     "KVC410": "products of few rows rewritten, and why others were not",
     "KVC500": "kernels chosen",
     "KVC501": "the reference path stands in for a kernel",

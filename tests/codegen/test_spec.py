@@ -49,6 +49,10 @@ def specs(draw: st.DrawFn) -> KernelSpec:
         chunk=draw(st.sampled_from([None, 128, 256, 384, 1024])),
     )
     op = draw(st.sampled_from(OPS))
+    if op != "gather" and attend.head_dim_qk > 1:
+        pairs = draw(st.integers(1, attend.head_dim_qk // 2))
+        rope = draw(st.none() | st.builds(Rotary, st.just(2 * pairs), st.booleans()))
+        attend = replace(attend, rope=rope)
     if op == "attend":
         return attend
     return replace(
@@ -128,3 +132,16 @@ def test_contradictions_are_refused() -> None:
         replace(spec, mask_dtype="fp32")
     with pytest.raises(ValueError, match="rotary goes with quantized keys"):
         replace(spec, rotary=Rotary(64))
+    with pytest.raises(ValueError, match="rope means nothing to gather"):
+        replace(spec, op="gather", rope=Rotary(64))
+    with pytest.raises(ValueError, match="66 of 64 channels cannot turn"):
+        replace(spec, rope=Rotary(66))
+
+
+@given(any_spec, st.none() | rotaries, st.none() | rotaries)
+def test_what_turns_inside_is_in_the_symbol(
+    spec: KernelSpec, one: Rotary | None, other: Rotary | None
+) -> None:
+    if spec.op != "gather":
+        specs = [replace(spec, head_dim_qk=300, rope=rope) for rope in (one, other)]
+        assert (specs[0].symbol == specs[1].symbol) == (one == other)
