@@ -16,6 +16,10 @@ from torch import nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -121,6 +125,43 @@ def tiny_gpt2(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> GPT2LMHea
     )
     torch.manual_seed(seed)
     return _ready(GPT2LMHeadModel(config), dtype)
+
+
+def tiny_gptj(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> GPTJForCausalLM:
+    """Return a GPT-J: neighbouring channels turn together, half of them."""
+    config = GPTJConfig(
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        rotary_dim=8,
+        vocab_size=VOCAB_SIZE,
+        n_positions=MAX_POSITIONS,
+        initializer_range=WEIGHT_STD,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    return _ready(GPTJForCausalLM(config), dtype)
+
+
+def tiny_neox(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> GPTNeoXForCausalLM:
+    """Return a GPT-NeoX: halves turn together, of the first quarter of the channels."""
+    config = GPTNeoXConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25},
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=WEIGHT_STD,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    return _ready(GPTNeoXForCausalLM(config), dtype)
 
 
 class NanoAttention(nn.Module):
