@@ -48,8 +48,8 @@ class CacheOptions:
             bias and the frequencies are an input of the graph.
         gemv: Multiply the few rows of a decode step with weights as they lie, in a generated
             kernel; False leaves all products to the inner backend.
-        fuse_rope: Turn q and new K (rotary embedding) where they are loaded by attend and append;
-            False leaves the rotation to the inner backend.
+        fuse_rope: Turn q and new K (rotary embedding) where attention and append load them; False
+            leaves the rotation to the inner backend, and None does so on a CPU.
         strict: Raise the remark of an attention or cache that cannot be rewritten, instead of
             running it as the model wrote it.
         inner_backend: Compiler of the rest of the graph: `inductor`, `aot_eager` or `eager`.
@@ -67,7 +67,7 @@ class CacheOptions:
     compute_dtype: str = "auto"
     separate_k_bias: bool = True
     gemv: bool = True
-    fuse_rope: bool = True
+    fuse_rope: bool | None = None
     strict: bool = False
     inner_backend: str = "inductor"
     verify: bool = False
@@ -85,8 +85,9 @@ class CacheOptions:
         _whole_number("num_sink_tokens", self.num_sink_tokens, least=0)
         _one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         _one_of("inner_backend", self.inner_backend, INNER_BACKENDS)
-        for name in ("separate_k_bias", "gemv", "fuse_rope", "strict", "verify"):
+        for name in ("separate_k_bias", "gemv", "strict", "verify"):
             _one_of(name, getattr(self, name), (False, True))
+        _one_of("fuse_rope", self.fuse_rope, (None, False, True))
         for name in sorted(self.dtypes().names()):
             least = 16 if name == "auto" else get_format(name).smallest_page
             if self.page_size is not None and self.page_size < least:

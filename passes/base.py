@@ -33,7 +33,7 @@ class PassOptions:
         num_sink_tokens: First tokens that stay exact in a quantized cache.
         compute_dtype: How quantized K and V are multiplied: `fp32`, `int8`, or `auto`.
         gemv: Whether linears of few rows get a kernel of their own.
-        fuse_rope: Whether q and new K turn inside append and attend.
+        fuse_rope: Whether q and new K turn inside append and attend; None: in a GPU's kernels.
         separate_k_bias: Whether quantized K whose projection has a bias keeps its turning mean
             apart.
     """
@@ -49,7 +49,7 @@ class PassOptions:
     num_sink_tokens: int = 4
     compute_dtype: str = "auto"
     gemv: bool = True
-    fuse_rope: bool = True
+    fuse_rope: bool | None = None
     separate_k_bias: bool = True
 
 

@@ -18,6 +18,7 @@ from kvcompile.passes.patterns.rope import CODE, Rotation, angles_fit, match, sa
 
 if TYPE_CHECKING:
     from kvcompile.codegen.rotary import Rotary
+    from kvcompile.passes.ir.plan import StreamPlan
     from kvcompile.passes.ir.program import Program
     from kvcompile.passes.ir.site import AttentionSite
 
@@ -33,11 +34,11 @@ class FuseRope:
 
     def run(self, program: Program, options: PassOptions) -> None:
         """Rewrite calls in place; fill `program.ropes`."""
-        if not options.fuse_rope:
-            return
         sites = _sites_by_state(program)
         for call in program.graph.find_nodes(op="call_function", target=APPEND_ATTEND):
             site = sites[the_node(call.args[3])]
+            if not _is_wanted(program.plans[site.index], options):
+                continue
             found = _match(call)
             if isinstance(found, Missed):
                 program.remarks.append(missed(self.name, site, found))
@@ -56,6 +57,12 @@ def _sites_by_state(program: Program) -> dict[fx.Node, AttentionSite]:
     sites = {site.index: site for site in program.sites}
     states = program.placeholders[len(binding.kept_inputs) :]
     return {node: sites[s.site] for node, s in zip(states, binding.states, strict=True)}
+
+
+def _is_wanted(plan: StreamPlan, options: PassOptions) -> bool:
+    if options.fuse_rope is not None:
+        return options.fuse_rope
+    return plan.layout.order == "gpu16"
 
 
 def _found(rotary: Rotary, site: AttentionSite) -> str:

@@ -49,7 +49,7 @@ def append_launcher(kernel: Kernel[KernelSpec]) -> Append:
             if shape != (store.batch, heads, new_len, v_dim):
                 raise ValueError(f"values {tuple(shape)} do not fit {store!r}")
             v_part, v = _part(v)
-        state, angles = store.state.data_ptr(), () if rope is None else rope.words()
+        state, angles = store.state.data_ptr(), () if rope is None else rope.words
         words = pack(state, *k_part, *v_part, *angles, heads, past_len, new_len, threads())
         check(enter(words), kernel)
 
@@ -113,7 +113,7 @@ def attend_launcher(kernel: Kernel[KernelSpec], mask_dtype: torch.dtype | None) 
             dtype=q.dtype,
         )
         q_part, q = _part(q)
-        angles = () if rope is None else rope.words()
+        angles = () if rope is None else rope.words
         mask_part = _NO_MASK
         if mask is not None:
             if mask_dtype is not None and mask.dtype != mask_dtype:

@@ -169,7 +169,7 @@ def _angles(rope: Rope | None) -> list[object]:
     """Return cosines and sines and their strides, if anything turns."""
     if rope is None:
         return []
-    cos, sin = rope.steps()
+    cos, sin = rope.strides
     return [rope.cos, *cos, rope.sin, *sin]
 
 

@@ -84,7 +84,7 @@ def append(
     if new is None:
         return
     if rope is not None:
-        rope = rope.fitting(new)
+        rope.check(new)
     _append_of(store.layout, new.dtype, rope)(store, k, v, past_len, rope)
 
 
@@ -127,7 +127,7 @@ def attend(
         rule = mask.dtype
     turns = None
     if rope is not None:
-        rope = rope.fitting(q)
+        rope.check(q)
         turns = rope.key
     _, heads, queries, _ = q.shape
     group = heads // store.num_kv_heads

@@ -22,7 +22,7 @@ from kvcompile.runtime.errors import CacheGapError
 from kvcompile.runtime.linear import linear
 from kvcompile.runtime.masks import check_masks, check_unwritten, learn_starts
 from kvcompile.runtime.registry import find, read_anchor
-from kvcompile.runtime.rope import Rope, rotate
+from kvcompile.runtime.rope import rope_of, rotate
 from kvcompile.runtime.store import PagedStore
 
 _REGISTRY_WORD = 8 * KEY
@@ -154,7 +154,7 @@ def _append_attend(  # noqa: PLR0913 - the schema
     new_len, queries = k.shape[2], q.shape[2]
     rope = None
     if cos is not None and sin is not None:
-        rope = Rope(cos, sin, rope_interleaved)
+        rope = rope_of(cos, sin, rope_interleaved)
         if queries > MOST_QUERIES:
             # A chunk attends to dense K, and takes longer than turning it.
             q, k, rope = rotate(q, rope), rotate(k, rope), None

@@ -2,65 +2,81 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from kvcompile.codegen.rotary import Rotary
 
 
-class Rope(NamedTuple):
+class Rope:
     """Rotary embedding of the tokens of one call (RoFormer, https://arxiv.org/abs/2104.09864).
 
+    The layers of a step turn by the same angles, so whatever follows from these is kept with them.
+
     Attributes:
-        cos: [B or 1, 1, S, R], cosines of the R channels that turn, in the dtype of q and K.
+        cos: [B or 1, 1, S, R], cosines of the R channels that turn, side by side.
         sin: The same of the sines.
         interleaved: Whether pair j is the channels 2j and 2j + 1, instead of j and j + R / 2.
+        key: R and `interleaved`: what a kernel is chosen by.
+        strides: Strides of rows and of tokens, of the cosines and then of the sines.
+        words: Addresses and strides as a CPU's kernels take them.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
-    interleaved: bool
+    __slots__ = ("_rows", "_tokens", "cos", "interleaved", "key", "sin", "strides", "words")
 
-    @property
-    def key(self) -> tuple[int, bool]:
-        """What a kernel is chosen by."""
-        return self.cos.shape[3], self.interleaved
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
+        """Take angles of any strides.
+
+        Raises:
+            ValueError: Cosines and sines do not go together.
+        """
+        rows, one, tokens, dim = cos.shape
+        if one != 1 or sin.shape != cos.shape or sin.dtype != cos.dtype:
+            raise ValueError(f"cosines {_described(cos)} do not go with sines {_described(sin)}")
+        self.cos = cos if cos.stride(3) == 1 else cos.contiguous()
+        self.sin = sin if sin.stride(3) == 1 else sin.contiguous()
+        self.interleaved = interleaved
+        self.key = dim, interleaved
+        self._rows, self._tokens = rows, tokens
+        of_cos, of_sin = (
+            (x.stride(0) if rows != 1 else 0, x.stride(2)) for x in (self.cos, self.sin)
+        )
+        self.strides = of_cos, of_sin
+        self.words = (self.cos.data_ptr(), *of_cos, self.sin.data_ptr(), *of_sin)
 
     @property
     def rotary(self) -> Rotary:
         """The channels that turn together."""
         return Rotary(*self.key)
 
-    def fitting(self, x: torch.Tensor) -> Rope:
-        """Return the angles of x [B, H, S, D], their channels side by side.
+    def check(self, x: torch.Tensor) -> None:
+        """Check that these are the angles of x [B, H, S, D].
 
         Raises:
-            ValueError: These are the angles of other tokens, or of another dtype.
+            ValueError: They are those of other tokens, or of another dtype.
         """
-        cos, sin, interleaved = self
-        rows, one, count, dim = cos.shape
         batch, _, tokens, channels = x.shape
-        fits = rows in (1, batch) and one == 1 and count == tokens and sin.shape == cos.shape
-        if not (fits and dim <= channels and cos.dtype == sin.dtype == x.dtype):
-            raise ValueError(
-                f"cosines {cos.dtype} {tuple(cos.shape)} and sines {sin.dtype} {tuple(sin.shape)} "
-                f"are not those of {x.dtype} {tuple(x.shape)}"
-            )
-        if dim != 1 and (cos.stride(3) != 1 or sin.stride(3) != 1):
-            return Rope(cos.contiguous(), sin.contiguous(), interleaved)
-        return self
+        fits = self._rows in (1, batch) and self._tokens == tokens and self.key[0] <= channels
+        if not fits or x.dtype != self.cos.dtype:
+            raise ValueError(f"angles {_described(self.cos)} are not those of {_described(x)}")
 
-    def words(self) -> tuple[int, int, int, int, int, int]:
-        """Return addresses and strides as a CPU's kernels take them."""
-        cos, sin = self.steps()
-        return (self.cos.data_ptr(), *cos, self.sin.data_ptr(), *sin)
 
-    def steps(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the strides of rows and of tokens, of the cosines and of the sines."""
-        shared = self.cos.shape[0] == 1
-        (cos_row, _, cos_step, _), (sin_row, _, sin_step, _) = self.cos.stride(), self.sin.stride()
-        return (0 if shared else cos_row, cos_step), (0 if shared else sin_row, sin_step)
+def _described(x: torch.Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)}"
+
+
+_last: list[tuple[torch.Tensor, torch.Tensor, Rope]] = []
+
+
+def rope_of(cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> Rope:
+    """Return `Rope(cos, sin, interleaved)`, made once for the layers that share the tensors."""
+    if _last:
+        its_cos, its_sin, rope = _last[0]
+        if its_cos is cos and its_sin is sin and rope.interleaved == interleaved:
+            return rope
+    rope = Rope(cos, sin, interleaved)
+    if rope.cos is cos and rope.sin is sin:  # of a copy, nobody would know that it is out of date
+        _last[:] = [(cos, sin, rope)]
+    return rope
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
