@@ -21,7 +21,7 @@ from kvcompile.codegen.gpu.helpers import (
     unpack_text,
 )
 from kvcompile.codegen.gpu.shape import LEAST_TILE, GpuShape, supports_records
-from kvcompile.codegen.gpu.text import Writer
+from kvcompile.codegen.gpu.text import Writer, jit
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import KernelSpec
 
@@ -56,7 +56,7 @@ class AttendGenerator:
         w(*glossary(shape), "", "import triton", "import triton.language as tl", "", "")
         for text in _helpers(shape):
             w(*text.splitlines(), "", "")
-        w("@triton.jit", f"def {spec.symbol}(")
+        w(jit(fragments.varying(shape)), f"def {spec.symbol}(")
         w(*fragments.parameters(shape))
         with w.block("):"):
             _body(w, shape)

@@ -42,6 +42,16 @@ def parameters(shape: GpuShape) -> list[str]:
     return [f"    {line}" for line in lines]
 
 
+def varying(shape: GpuShape) -> list[str]:
+    """Return the parameters that change from call to call."""
+    spec = shape.spec
+    found = ["page_stride"]
+    found += ["exact_stride"] if spec.is_grouped else []
+    found += ["m_sb", "m_sh", "m_ss"] if spec.mask in ("bool", "additive") else []
+    found += ["query_len"] if shape.has_blocks else []
+    return found
+
+
 def rows(w: Writer, shape: GpuShape) -> None:
     """Say which rows, tokens and split a program has."""
     group, block = shape.group, shape.block_rows

@@ -13,7 +13,7 @@ from functools import cached_property
 from kvcompile.codegen.gpu import fragments
 from kvcompile.codegen.gpu.glossary import latent_glossary
 from kvcompile.codegen.gpu.shape import GpuShape, Part, supports_records
-from kvcompile.codegen.gpu.text import Writer
+from kvcompile.codegen.gpu.text import Writer, jit
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import KernelSpec
 
@@ -57,7 +57,7 @@ class LatentGenerator:
         shape = LatentShape(spec)
         w = Writer()
         w(*latent_glossary(shape), "", "import triton", "import triton.language as tl", "", "")
-        w("@triton.jit", f"def {spec.symbol}(")
+        w(jit(fragments.varying(shape)), f"def {spec.symbol}(")
         w(*fragments.parameters(shape))
         with w.block("):"):
             fragments.rows(w, shape)

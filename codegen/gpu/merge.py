@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcompile.codegen.gpu.shape import TRITON_TYPE
-from kvcompile.codegen.gpu.text import Writer
+from kvcompile.codegen.gpu.text import Writer, jit
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import MergeSpec
 
@@ -39,7 +39,7 @@ class MergeGenerator:
             "import triton.language as tl",
             "",
             "",
-            "@triton.jit",
+            jit(["splits", "rows"]),
             f"def {spec.symbol}(",
             "    out_RND, lse_RN, splits,",
             "    out_BHSD, o_sb, o_sh, o_ss,",
