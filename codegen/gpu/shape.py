@@ -229,6 +229,8 @@ class GpuShape:
     @property
     def block_rows(self) -> int:
         """Rows of a program."""
+        if self.spec.queries == "many":
+            return MOST_BLOCK_ROWS
         most = self.group if self.is_one else self.group * MOST_QUERIES
         return min(max(LEAST_ROWS, 1 << (most - 1).bit_length()), MOST_BLOCK_ROWS)
 
