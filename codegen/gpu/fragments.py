@@ -247,9 +247,7 @@ def scores(
     """
     role_type = shape.product_type("k", exact=shape.spec.is_grouped and exact and beside)
     ieee = ', input_precision="ieee"' if role_type == "fp32" else ""
-    cast = ""
-    if exact and role_type == "fp32" and shape.spec.dtype != "fp32":
-        cast = ".to(tl.float32)"
+    cast = ".to(tl.float32)" if role_type == "fp32" and shape.spec.dtype != "fp32" else ""
     for i, piece in enumerate(shape.k.pieces):
         name = piece.name
         before = f", {x}" if i else ""
