@@ -1,6 +1,7 @@
-"""Triton's interpreter, repaired: products of bf16 numbers, and the few PTX instructions we print.
+"""Triton's interpreter, repaired: bf16 numbers, and the few PTX instructions we print.
 
-The interpreter keeps bf16 numbers as their bits, and multiplies those; it knows no inline assembly.
+The interpreter keeps bf16 numbers as their bits, and multiplies those; it rounds to them towards
+zero, and loses subnormal ones; it knows no inline assembly.
 The environment says TRITON_INTERPRET=1 from the first import of the tests on.
 """
 
@@ -24,6 +25,28 @@ def _widened(handle: Any) -> Any:
         return handle
     numbers = (handle.data.astype(np.uint32) << 16).view(np.float32)
     return interpreter.TensorHandle(numbers, tl.float32)
+
+
+_convert_float = interpreter._convert_float
+
+
+def _rounded(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Return the bits of the nearest bf16 numbers, even ones where two are as near."""
+    bits = numbers.view(np.uint32).astype(np.uint64)
+    nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(numbers), 0x7FFF, nearest).astype(np.uint16)
+
+
+def _convert(data: npt.NDArray[Any], source: Any, target: Any, rounding: Any) -> npt.NDArray[Any]:
+    """Return the bits of numbers of one type as another, bf16 ones rounded as hardware does."""
+    if source == tl.bfloat16 and target.primitive_bitwidth <= 32 and target.fp_mantissa_width > 7:
+        wide = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return wide.view(np.uint32) if target == tl.float32 else wide.astype(np.float16)
+    if target == tl.bfloat16 and source in (tl.float32, tl.float16):
+        kind = np.float32 if source == tl.float32 else np.float16
+        return _rounded(np.ascontiguousarray(data).view(kind).astype(np.float32))
+    converted: npt.NDArray[Any] = _convert_float(data, source, target, rounding)
+    return converted
 
 
 _create_dot = interpreter.InterpreterBuilder.create_dot
@@ -131,6 +154,7 @@ def _registers(lanes: npt.NDArray[Any]) -> int:
 
 def repair() -> None:
     """Put the repairs in place."""
+    interpreter._convert_float = _convert
     interpreter.InterpreterBuilder.create_dot = _dot
     interpreter.InterpreterBuilder.create_inline_asm = _inline_asm
 
