@@ -141,7 +141,7 @@ def exact_pages(w: Writer, shape: GpuShape) -> None:
         scores(w, shape, "q", "x", exact=True)
         units = finish_scores(w, shape, "x", EXACT_UNITS)
         mask(w, shape, "x", "tokens", "live")
-        online_softmax(w, ["x"], ["p"], units)
+        online_softmax(w, shape, ["x"], ["p"], units)
         load_words(w, shape, "v", f"({slots})[:, None]", "live")
         accumulate(w, shape, block)
 
@@ -171,7 +171,7 @@ def window_pages(w: Writer, shape: GpuShape) -> None:
         scores(w, shape, "q", "x", exact=True)
         units = finish_scores(w, shape, "x", EXACT_UNITS)
         mask(w, shape, "x", "tokens", "live")
-        online_softmax(w, ["x"], ["p"], units)
+        online_softmax(w, shape, ["x"], ["p"], units)
         load_words(w, shape, "v", f"(slots % {size})[:, None]", "live")
         accumulate(w, shape, block)
 
@@ -340,12 +340,17 @@ def mask(w: Writer, shape: GpuShape, x: str, tokens: str, live: str) -> None:
         w(f'{x} = tl.where({" & ".join(seen)}, {x}, -float("inf"))')
 
 
-def online_softmax(w: Writer, x: list[str], p: list[str], units: Units) -> None:
-    """Turn scores into weights relative to the running maximum; a shrinks what there was."""
+def online_softmax(w: Writer, shape: GpuShape, x: list[str], p: list[str], units: Units) -> None:
+    """Turn scores into weights relative to the running maximum; a shrinks what there was.
+
+    The running maximum is kept `weight_bits` too low, and weights are that much larger.
+    """
     largest = x[0]
     for name in x[1:]:
         largest = f"tl.maximum({largest}, {name})"
     largest = units.of_row(f"tl.max({largest}, 1)")
+    if shape.weight_bits:
+        largest += f" - {float(shape.weight_bits)}"
     w(f"m_next = tl.maximum(m, {largest})", "a = tl.exp2(m - m_next)", "m = m_next")
     below = "m"
     if units.offset:

@@ -253,6 +253,16 @@ class GpuShape:
         return self.is_fp16 and self.spec.isa == "ptx" and single and part.token_planes == 1
 
     @property
+    def weight_bits(self) -> int:
+        """How many bits weights are larger than 1, so that fp16 holds small ones with all their bits.
+
+        With scales of V that are below 4, with those of e4m3 below 1024, they stay below 65504.
+        """
+        if self.product_type("v") != "fp16":
+            return 0
+        return 5 if self.v.is_grouped and self.v.is_float else 12
+
+    @property
     def has_unit(self) -> bool:
         """Whether the output is added up in units that change with the scales of V."""
         return self.is_fp16 and self.v.is_grouped
