@@ -54,6 +54,7 @@ class GpuCase:
     residual: int = 32
     softcap: float | None = None
     sliding_window: int | None = None
+    compute: Compute | None = None
 
     def __str__(self) -> str:
         return self.spec.symbol.removeprefix("attend_")
@@ -66,8 +67,8 @@ class GpuCase:
     @property
     def spec(self) -> KernelSpec:
         """The spec of the kernel."""
-        compute: Compute | None = None
-        if self.is_grouped:
+        compute = self.compute
+        if compute is None and self.is_grouped:
             compute = "fp32" if self.dtype == "fp32" else "fp16"
         return KernelSpec(
             op="attend",
