@@ -52,8 +52,6 @@ class AttendGenerator:
                 f"{spec.head_dim_vo} channels in pages of {spec.page_size} tokens",
                 f"Choose a page_size of at least {LEAST_TILE * shape.tiles}.",
             )
-        if any(p.width < 16 for p in shape.k.pieces):
-            return Unsupported(f"{spec.k_format} K of {spec.head_dim_qk} channels", "")
         return Supported()
 
     def generate(self, spec: KernelSpec) -> KernelSource:

@@ -2,7 +2,7 @@
 
 Letters of a program: M rows of queries, N tokens of a tile, W channels of a piece. Scores are in
 units of log2, so that weights are powers of two. What no query sees has the score -inf; the running
-maximum begins at -1e30, so that it is finite and the weight of what is not seen is 0.
+maximum begins at a finite `LOWEST_SCORE`, so that the weight of what is not seen is 0.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from kvcompile.codegen.formats import TILE, Role
 from kvcompile.codegen.gpu.shape import (
     EXACT_TILE,
+    LOWEST_LSE,
+    LOWEST_SCORE,
     POINTER_TYPE,
     ROLES,
     TRITON_TYPE,
@@ -102,7 +104,7 @@ def within(piece: Piece, count: int) -> str:
 def begin(w: Writer, shape: GpuShape) -> None:
     """Begin with no weight."""
     block = shape.block_rows
-    w(f"m = tl.full([{block}], -1e30, tl.float32)")
+    w(f"m = tl.full([{block}], {LOWEST_SCORE}, tl.float32)")
     if shape.has_sums:
         w(f"sums = tl.zeros([{block}, {shape.sum_columns}], tl.float32)")
         w(f"column = tl.arange(0, {shape.sum_columns})[None, :]")
@@ -335,7 +337,8 @@ def mask(w: Writer, shape: GpuShape, x: str, tokens: str, live: str) -> None:
         if spec.mask == "bool":
             seen.append("(given != 0)")
         else:
-            w(f"{x} += given.to(tl.float32) * {LOG2E!r}")
+            seen.append('(given > -float("inf"))')
+            w(f"{x} = tl.maximum({x} + given.to(tl.float32) * {LOG2E!r}, {LOWEST_SCORE})")
     if seen:
         w(f'{x} = tl.where({" & ".join(seen)}, {x}, -float("inf"))')
 
@@ -399,6 +402,10 @@ def store_partial(w: Writer, shape: GpuShape) -> None:
         "over_l = (1.0 / tl.where(some, l, 1.0))[:, None]",
         "row = ((b * num_kv_heads + h) * rows + r) * splits + split",
         'lse = tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), -float("inf"))',
+    )
+    if shape.spec.mask == "additive":
+        w(f"lse = tl.where(some & (m == {LOWEST_SCORE}), {LOWEST_LSE} * l, lse)")
+    w(
         "tl.store(lse_RN + row, lse, mask=r < rows)",
     )
     count = shape.spec.head_dim_vo

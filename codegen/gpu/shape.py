@@ -27,6 +27,14 @@ LEAST_ROWS = 16
 """Rows of the smallest tile that tensor cores multiply."""
 
 MOST_BLOCK_ROWS = 64
+LOWEST_SCORE = -1e30
+"""The running maximum begins here, and an additive mask takes no score further: tokens of the
+lowest finite masks are seen if nothing else is, all alike, as in eager attention."""
+
+LOWEST_LSE = -1e25
+"""Times the sum of its weights, what a split says whose scores are all lowest: beside -1e30 the
+logarithm of that sum would be lost."""
+
 LEAST_TILE = 16
 """Tokens of the smallest tile: as many as tensor cores contract."""
 
