@@ -13,12 +13,13 @@ from kvcompile.codegen.formats import get_format
 from kvcompile.codegen.gpu import fragments, quantized
 from kvcompile.codegen.gpu.glossary import glossary
 from kvcompile.codegen.gpu.helpers import (
-    BITS,
+    LOWER,
     MINIMA,
     MINIMA_PTX,
     POWER,
     SCALES,
     SCALES_PTX,
+    UPPER,
     unpack_float_text,
     unpack_text,
 )
@@ -85,13 +86,17 @@ def _helpers(shape: GpuShape) -> list[str]:
         unpack_text(bits, ptx=ptx, dtype=dtype, raw=raw)
         for bits, raw in sorted(unpacked, reverse=True)
     ]
-    if any(not part.is_float for part in parts):
-        texts.append(BITS)
+    roles = {part.role for part in parts if not part.is_float}
+    is_plain = not (ptx and shape.is_fp16)
+    if roles and is_plain:
+        texts.append(UPPER)
+    if "v" in roles or roles and is_plain:
+        texts.append(LOWER)
     if shape.is_fp16:
         texts.append(POWER)
-        if any(not part.is_float for part in parts):
+        if roles:
             texts.append(SCALES_PTX if ptx else SCALES)
-        if shape.k.is_grouped and not shape.k.is_float:
+        if "k" in roles:
             texts.append(MINIMA_PTX if ptx else MINIMA)
     return texts
 

@@ -107,7 +107,8 @@ def begin(w: Writer, shape: GpuShape) -> None:
     w(f"m = tl.full([{block}], {LOWEST_SCORE}, tl.float32)")
     if shape.has_sums:
         w(f"sums = tl.zeros([{block}, {shape.sum_columns}], tl.float32)")
-        w(f"column = tl.arange(0, {shape.sum_columns})[None, :]")
+        if shape.has_minima:
+            w(f"column = tl.arange(0, {shape.sum_columns})[None, :]")
     else:
         w(f"l = tl.zeros([{block}], tl.float32)")
     for piece in shape.v.pieces:
