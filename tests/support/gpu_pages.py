@@ -223,8 +223,8 @@ def attend(
     return out
 
 
-def expected(pages: GpuPages, q: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the float64 attention over what is stored."""
+def bias_of(pages: GpuPages, q: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return what is added to scores, float64 [B, H, S, T]: -inf where a token is not seen."""
     case = pages.case
     tokens, queries = torch.arange(pages.length), q.shape[2]
     seen = (tokens >= pages.starts[:, None])[:, None, None, :].expand(-1, 1, queries, -1)
@@ -238,7 +238,12 @@ def expected(pages: GpuPages, q: torch.Tensor, *, mask: torch.Tensor | None = No
         seen = seen & mask
     elif mask is not None:
         bias = bias + mask.double()
-    bias = torch.where(seen, bias, -math.inf)
+    return torch.where(seen, bias, -math.inf)
+
+
+def expected(pages: GpuPages, q: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the float64 attention over what is stored."""
+    case, bias = pages.case, bias_of(pages, q, mask)
     if case.softcap is None:
         return attention(q.double(), pages.k, pages.v, mask=bias)
     return capped_attention(q.double(), pages.k, pages.v, bias, case.softcap)
