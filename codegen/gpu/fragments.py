@@ -339,7 +339,10 @@ def mask(w: Writer, shape: GpuShape, x: str, tokens: str, live: str) -> None:
             seen.append("(given != 0)")
         else:
             seen.append('(given > -float("inf"))')
-            w(f"{x} = tl.maximum({x} + given.to(tl.float32) * {LOG2E!r}, {LOWEST_SCORE})")
+            w(
+                "given = given.to(tl.float32)",
+                f"{x} = tl.maximum({x} + given * {LOG2E!r}, {LOWEST_SCORE})",
+            )
     if seen:
         w(f'{x} = tl.where({" & ".join(seen)}, {x}, -float("inf"))')
 
