@@ -12,8 +12,8 @@ fields are left go to tokens.
 
 A scale and its minimum are one 32-bit word, bf16 each, the minimum in the lower half: K's [C], V's
 [groups][P]. Four times in front of the codes is the biased exponent of the largest scale of the
-part: whoever multiplies fp16 numbers divides by that power of two. The minima of V are divided by it
-too, and their exponents count less 14, so that none is too large.
+part: whoever multiplies fp16 numbers divides by that power of two. The minima of V are divided by
+it too, and their exponents count less 14, so that none is too large.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def join(shape: PartShape, channels: int, widths: tuple[int, ...], coded: Coded)
     if shape.role == "v":
         numbers += [group[1].abs() * MINIMUM_UNIT for group in coded.scales if len(group) > 1]
     largest = torch.stack([x.amax(dim=-1) for x in numbers]).amax(dim=0)
-    exponent = (largest.contiguous().view(torch.int32) >> 23).clamp(SMALLEST_EXPONENT, LARGEST_EXPONENT)
+    exponent = (largest.contiguous().view(torch.int32) >> 23).clamp(
+        SMALLEST_EXPONENT, LARGEST_EXPONENT
+    )
     parts = [exponent[..., None].expand(*exponent.shape, HEADER_WORDS)]
     found, low = [p.contiguous().view(torch.uint8) for p in parts], 0
     words = plane_shape(shape, channels, widths)

@@ -90,7 +90,7 @@ def _helpers(shape: GpuShape) -> list[str]:
     is_plain = not (ptx and shape.is_fp16)
     if roles and is_plain:
         texts.append(UPPER)
-    if "v" in roles or roles and is_plain:
+    if "v" in roles or (roles and is_plain):
         texts.append(LOWER)
     if shape.is_fp16:
         texts.append(POWER)

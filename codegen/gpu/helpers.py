@@ -1,8 +1,9 @@
 """The small functions of a generated module: unpacking codes, and bits that are numbers.
 
-Each has two texts: packed inline PTX for NVIDIA, whose instructions work on two 16-bit lanes at once
-and which no compiler undoes, and plain Triton for other GPUs and the interpreter. Fields of a word
-are put into the mantissa of an fp16 number between 1024 and 2048, from which 1024 is taken again.
+Each has two texts: packed inline PTX for NVIDIA, whose instructions work on two 16-bit lanes at
+once and which no compiler undoes, and plain Triton for other GPUs and the interpreter. Fields of a
+word are put into the mantissa of an fp16 number between 1024 and 2048, from which 1024 is taken
+again.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvcompile.codegen.formats import TILE, PartShape, Role, get_format
+from kvcompile.codegen.formats import PartShape, Role, get_format
 from kvcompile.codegen.formats.float8 import Float8Format
 from kvcompile.codegen.formats.integer import IntegerFormat
 from kvcompile.codegen.formats.planes import (
@@ -262,7 +262,7 @@ class GpuShape:
 
     @property
     def weight_bits(self) -> int:
-        """How many bits weights are larger than 1, so that fp16 holds small ones with all their bits.
+        """How many bits weights are larger than 1: fp16 holds more of small ones then.
 
         With scales of V that are below 4, with those of e4m3 below 1024, they stay below 65504.
         """

@@ -53,7 +53,9 @@ def unpacked(path: Path, text: str, fields: int, kind: torch.dtype) -> torch.Ten
     assert match is not None
     names = ", ".join(f"a{i}" for i in range(fields))
     stores = "\n".join(f"    tl.store(out_FN + {i} * 65536 + n, a{i})" for i in range(fields))
-    body = f"    n = tl.arange(0, 65536)\n    {names} = {match[1]}(tl.load(words_N + n))\n{stores}\n"
+    body = (
+        f"    n = tl.arange(0, 65536)\n    {names} = {match[1]}(tl.load(words_N + n))\n{stores}\n"
+    )
     run = load(path, f"{text}\n\n@triton.jit\ndef run(words_N, out_FN):\n{body}")
     out = torch.full((fields, len(WORDS)), torch.nan, dtype=kind)
     run[(1,)](WORDS, out)

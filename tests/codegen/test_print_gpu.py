@@ -19,7 +19,7 @@ from kvcompile.codegen.gpu.merge import MergeGenerator
 from kvcompile.codegen.registry import generate
 from kvcompile.codegen.rotary import Rotary
 from kvcompile.codegen.source import Unsupported
-from kvcompile.codegen.spec import KernelSpec, MergeSpec
+from kvcompile.codegen.spec import DTypeName, KernelSpec, MaskKind, MergeSpec, Spec
 from tests.support.golden import Golden
 
 EXACT = KernelSpec(
@@ -49,8 +49,9 @@ def specs(draw: st.DrawFn) -> KernelSpec:
     names = st.sampled_from(sorted(FORMATS))
     k, v = draw(names), draw(names)
     grouped = FORMATS[k].is_grouped or FORMATS[v].is_grouped
-    mask = draw(st.sampled_from(["none", "causal", "bool", "additive"]))
-    dims, dtypes = st.integers(1, 272), st.sampled_from(["fp32", "bf16", "fp16"])
+    masks: list[MaskKind] = ["none", "causal", "bool", "additive"]
+    types: list[DTypeName] = ["fp32", "bf16", "fp16"]
+    mask, dims, dtypes = draw(st.sampled_from(masks)), st.integers(1, 272), st.sampled_from(types)
     rotates = FORMATS[k].is_grouped and draw(st.booleans()) and draw(st.booleans())
     return KernelSpec(
         op="attend",
@@ -147,10 +148,13 @@ def check_text(text: str, symbol: str) -> None:
         assert stored <= loaded, f"never read: {stored - loaded}"
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[Spec, str]] = {
     "cannot multiply": (replace(GROUPED, compute="int8"), "compute int8. Choose fp16 or fp32"),
     "a model of fp32": (replace(GROUPED, dtype="fp32"), 'fp32 model. Choose compute "fp32"'),
-    "narrow pages": (replace(GROUPED, k_format="int1", page_size=32), "Choose a page_size of at least 64"),
+    "narrow pages": (
+        replace(GROUPED, k_format="int1", page_size=32),
+        "Choose a page_size of at least 64",
+    ),
     "an unknown size": (replace(EXACT, page_size=48), "page_size must be one of"),
     "a turning mean": (replace(GROUPED, rotary=Rotary(64)), "Leave separate_k_bias off"),
     "splits": (replace(MERGE, most_splits=512), "512 splits. At most 256 are merged"),
@@ -166,9 +170,7 @@ def test_what_cannot_be_printed_is_refused_with_a_hint(name: str) -> None:
 
 def test_merges_of_all_sizes_are_tidy() -> None:
     for dim, splits in ((1, 1), (64, 256), (72, 2)):
-        spec = MergeSpec(
-            dtype="fp16", head_dim_vo=dim, q_heads_per_kv_head=1, most_splits=splits
-        )
+        spec = MergeSpec(dtype="fp16", head_dim_vo=dim, q_heads_per_kv_head=1, most_splits=splits)
         assert not isinstance(MergeGenerator().supports(spec), Unsupported)
         check_text(generate(spec).text, spec.symbol)
 

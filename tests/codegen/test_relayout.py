@@ -190,7 +190,8 @@ def test_exponents_are_those_of_the_largest_scale(
 ) -> None:
     """A minimum of V counts 2^-14; K's does not count."""
     layout = RecordLayout("int4", "int4", 32, 32, 32, window=Window("bf16", 0, 0), order="gpu16")
-    for role, expected in (("v", exponent), ("k", max(exponent, 16) if minimum == 0 else 127)):
+    roles: list[tuple[Role, int]] = [("v", exponent), ("k", 127 if minimum else exponent)]
+    for role, expected in roles:
         format_, shape = layout.format(role), layout.part(role)
         codes = torch.zeros(32, format_.channels(shape), dtype=torch.int32)
         group = [torch.zeros(32), torch.zeros(32)]

@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from kvcompile.codegen.spec import DTypeName, IsaName
+from kvcompile.codegen.formats import FORMATS
+from kvcompile.codegen.spec import DTypeName, IsaName, MaskKind, Queries
 from tests.support import triton_interpreter  # noqa: F401 -- repairs it before a kernel is loaded
 from tests.support.gpu_bound import GpuBound
 from tests.support.gpu_pages import (
@@ -88,6 +91,7 @@ RECIPES = {
     "one token takes all": Recipe(q=times(30), is_sharp=True),
     "channels have any scale": Recipe(k=random_scales, q=random_scales),
 }
+RUNS = settings(max_examples=60, deadline=None)
 KERNELS: list[tuple[str, IsaName]] = [
     *((name, "ptx") for name in ("bf16", "fp8", "int8", "int4", "int2")),
     *((name, "triton") for name in ("fp8", "int2")),
@@ -191,7 +195,7 @@ def test_who_sees_nothing_gets_zeros(name: str) -> None:
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("name", ["bf16", "int4"])
 def test_sliding_windows(name: str, queries: int, window: int) -> None:
-    kind = "few" if queries > 1 else "one"
+    kind: Queries = "few" if queries > 1 else "one"
     case = GpuCase(k=name, dims=(32, 32), queries=kind, sliding_window=window)
     check(case, Recipe(), queries=queries)
 
@@ -218,3 +222,57 @@ def test_sinks_and_rows_of_any_length(sinks: int, length: int) -> None:
     for residual in (0, 32):
         case = GpuCase(k="int4", v="fp8", dims=(32, 32), sinks=sinks, residual=residual)
         check(case, Recipe(), length=length, starts=(0, length - 1), splits=6)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> GpuCase:
+    names, dims = st.sampled_from(sorted(FORMATS)), st.integers(1, 100)
+    masks: list[MaskKind] = ["none", "causal", "bool", "additive"]
+    types: list[DTypeName] = ["fp32", "bf16", "fp16"]
+    mask, dtypes = draw(st.sampled_from(masks)), st.sampled_from(types)
+    case = GpuCase(
+        k=draw(names),
+        v=draw(names),
+        dtype=draw(dtypes),
+        isa=draw(st.sampled_from(["ptx", "triton"])),
+        dims=(draw(dims), draw(dims)),
+        group=draw(st.integers(1, 9)),
+        kv_heads=draw(st.integers(1, 2)),
+        page_size=draw(st.sampled_from([16, 32, 64])),
+        mask=mask,
+        mask_dtype=draw(dtypes) if mask == "additive" else None,
+        queries=draw(st.sampled_from(["one", "few"])),
+        q_group_size=16 * draw(st.integers(1, 4)),
+        sinks=draw(st.integers(0, 20)),
+        residual=draw(st.integers(0, 40)),
+        softcap=draw(st.none() | st.floats(1, 50)),
+        sliding_window=draw(st.none() | st.integers(1, 100)),
+    )
+    wide = case.is_grouped and draw(st.booleans())
+    case = replace(case, compute="fp32") if wide else case
+    assume(FORMATS[case.k].smallest_page <= case.page_size)
+    assume(FORMATS[case.v or case.k].smallest_page <= case.page_size)
+    return case
+
+
+@given(cases(), st.data())
+@RUNS
+def test_whatever_is_printed_runs(case: GpuCase, data: st.DataObject) -> None:
+    assume(case.is_printed)
+    length = data.draw(st.integers(1, 150))
+    queries = 1 if case.queries == "one" else data.draw(st.integers(1, min(16, length)))
+    mask = torch.rand(2, case.group * case.kv_heads, queries, length) > 0.3
+    if case.mask_dtype is not None:
+        mask = torch.randn(mask.shape).masked_fill(~mask, -math.inf)
+        mask = mask.to(case_dtype(replace(case, dtype=case.mask_dtype)))
+    starts = (0, data.draw(st.integers(0, length)))
+    splits = data.draw(st.integers(2 if case.is_grouped else 1, 9))
+    check(
+        case,
+        Recipe(is_sharp=True),
+        length=length,
+        starts=starts,
+        queries=queries,
+        splits=splits,
+        mask=mask if case.mask in ("bool", "additive") else None,
+    )

@@ -1,7 +1,7 @@
 """How far GPU attention may be from the float64 reference on what is stored.
 
-Letters: B rows, H query heads, S query tokens, T cached tokens, D channels. u = 2^-24, h = 2^-11: the
-unit roundoffs of fp32 and fp16. Scores are in units of log2: a weight is 2^score.
+Letters: B rows, H query heads, S query tokens, T cached tokens, D channels. u = 2^-24 and h = 2^-11
+are the unit roundoffs of fp32 and fp16. Scores are in units of log2: a weight is 2^score.
 
 With fp16 products the kernels round the scaled query and the weights on purpose: relatively by h
 each, and what is small beside the largest of its row or page absolutely, by 2^-25 of its unit. A
@@ -182,9 +182,9 @@ class GpuBound:
         q = self.q.double().abs()
         size = q @ k.size.mT
         quantized = (k.unit > 0).mT.double()
-        raw = 0.0
+        raw = torch.zeros(())
         if shape.is_raw:
-            raw = 2 * 1024.0 * (q @ k.scale.mT) * quantized
+            raw = 2 * 1024 * (q @ k.scale.mT) * quantized
         error = UNIT * (q.shape[-1] + 12) * (size + raw)
         if shape.is_fp16 and shape.k.is_grouped:
             part = shape.k
@@ -223,7 +223,9 @@ class GpuBound:
         error = error + HALF * (weights @ (v.scale * v.codes * quantized))
         room = FLOAT8_UNIT if shape.v.is_float else 1.0
         codes = v.codes * quantized
-        floors = 2.0**-shape.weight_bits * weights.amax(-1, keepdim=True) * codes.sum(-2).unsqueeze(-2)
+        floors = (
+            2.0**-shape.weight_bits * weights.amax(-1, keepdim=True) * codes.sum(-2).unsqueeze(-2)
+        )
         error = error + FLOOR * unit / room * (floors + weights @ codes)
         minima = (weights @ quantized.double()) if shape.has_minima else 0.0
         return error + FLOOR * unit * minima
