@@ -11,12 +11,13 @@ from __future__ import annotations
 from kvcompile.codegen.gpu import fragments, quantized
 from kvcompile.codegen.gpu.glossary import glossary
 from kvcompile.codegen.gpu.helpers import (
-    BITS,
+    LOWER,
     MINIMA,
     MINIMA_PTX,
     POWER,
     SCALES,
     SCALES_PTX,
+    UPPER,
     unpack_float_text,
     unpack_text,
 )
@@ -45,8 +46,6 @@ class AttendGenerator:
                 f"{spec.head_dim_vo} channels in pages of {spec.page_size} tokens",
                 f"Choose a page_size of at least {LEAST_TILE * shape.tiles}.",
             )
-        if any(p.width < 16 for p in shape.k.pieces):
-            return Unsupported(f"{spec.k_format} K of {spec.head_dim_qk} channels", "")
         return Supported()
 
     def generate(self, spec: KernelSpec) -> KernelSource:
@@ -80,13 +79,17 @@ def _helpers(shape: GpuShape) -> list[str]:
         unpack_text(bits, ptx=ptx, dtype=dtype, raw=raw)
         for bits, raw in sorted(unpacked, reverse=True)
     ]
-    if any(not part.is_float for part in parts):
-        texts.append(BITS)
+    roles = {part.role for part in parts if not part.is_float}
+    is_plain = not (ptx and shape.is_fp16)
+    if roles and is_plain:
+        texts.append(UPPER)
+    if "v" in roles or (roles and is_plain):
+        texts.append(LOWER)
     if shape.is_fp16:
         texts.append(POWER)
-        if any(not part.is_float for part in parts):
+        if roles:
             texts.append(SCALES_PTX if ptx else SCALES)
-        if shape.k.is_grouped and not shape.k.is_float:
+        if "k" in roles:
             texts.append(MINIMA_PTX if ptx else MINIMA)
     return texts
 

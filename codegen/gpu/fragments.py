@@ -2,7 +2,7 @@
 
 Letters of a program: M rows of queries, N tokens of a tile, W channels of a piece. Scores are in
 units of log2, so that weights are powers of two. What no query sees has the score -inf; the running
-maximum begins at -1e30, so that it is finite and the weight of what is not seen is 0.
+maximum begins at a finite `LOWEST_SCORE`, so that the weight of what is not seen is 0.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from kvcompile.codegen.formats import TILE, Role
 from kvcompile.codegen.gpu.shape import (
     EXACT_TILE,
+    LOWEST_LSE,
+    LOWEST_SCORE,
     POINTER_TYPE,
     ROLES,
     TRITON_TYPE,
@@ -113,10 +115,11 @@ def within(piece: Piece, count: int) -> str:
 def begin(w: Writer, shape: GpuShape) -> None:
     """Begin with no weight."""
     block = shape.block_rows
-    w(f"m = tl.full([{block}], -1e30, tl.float32)")
+    w(f"m = tl.full([{block}], {LOWEST_SCORE}, tl.float32)")
     if shape.has_sums:
         w(f"sums = tl.zeros([{block}, {shape.sum_columns}], tl.float32)")
-        w(f"column = tl.arange(0, {shape.sum_columns})[None, :]")
+        if shape.has_minima:
+            w(f"column = tl.arange(0, {shape.sum_columns})[None, :]")
     else:
         w(f"l = tl.zeros([{block}], tl.float32)")
     for piece in shape.v.pieces:
@@ -171,7 +174,7 @@ def attend_words(w: Writer, shape: GpuShape, slots: str, block: int, k_live: str
     scores(w, shape, "q", "x", exact=True)
     units = finish_scores(w, shape, "x", EXACT_UNITS)
     mask(w, shape, "x", "tokens", "live")
-    online_softmax(w, ["x"], ["p"], units)
+    online_softmax(w, shape, ["x"], ["p"], units)
     load_words(w, shape, "v", slots, "live")
     accumulate(w, shape, block)
 
@@ -279,9 +282,7 @@ def scores(
     """
     role_type = shape.product_type("k", exact=shape.spec.is_grouped and exact and beside)
     ieee = ', input_precision="ieee"' if role_type == "fp32" else ""
-    cast = ""
-    if exact and role_type == "fp32" and shape.spec.dtype != "fp32":
-        cast = ".to(tl.float32)"
+    cast = ".to(tl.float32)" if role_type == "fp32" and shape.spec.dtype != "fp32" else ""
     for i, piece in enumerate(shape.k.pieces):
         name = piece.name
         before = f", {x}" if i else ""
@@ -369,17 +370,26 @@ def mask(w: Writer, shape: GpuShape, x: str, tokens: str, live: str) -> None:
         if spec.mask == "bool":
             seen.append("(given != 0)")
         else:
-            w(f"{x} += given.to(tl.float32) * {LOG2E!r}")
+            seen.append('(given > -float("inf"))')
+            w(
+                "given = given.to(tl.float32)",
+                f"{x} = tl.maximum({x} + given * {LOG2E!r}, {LOWEST_SCORE})",
+            )
     if seen:
         w(f'{x} = tl.where({" & ".join(seen)}, {x}, -float("inf"))')
 
 
-def online_softmax(w: Writer, x: list[str], p: list[str], units: Units) -> None:
-    """Turn scores into weights relative to the running maximum; a shrinks what there was."""
+def online_softmax(w: Writer, shape: GpuShape, x: list[str], p: list[str], units: Units) -> None:
+    """Turn scores into weights relative to the running maximum; a shrinks what there was.
+
+    The running maximum is kept `weight_bits` too low, and weights are that much larger.
+    """
     largest = x[0]
     for name in x[1:]:
         largest = f"tl.maximum({largest}, {name})"
     largest = units.of_row(f"tl.max({largest}, 1)")
+    if shape.weight_bits:
+        largest += f" - {float(shape.weight_bits)}"
     w(f"m_next = tl.maximum(m, {largest})", "a = tl.exp2(m - m_next)", "m = m_next")
     below = "m"
     if units.offset:
@@ -428,6 +438,10 @@ def store_partial(w: Writer, shape: GpuShape) -> None:
         "over_l = (1.0 / tl.where(some, l, 1.0))[:, None]",
         "row = ((b * num_kv_heads + h) * rows + r) * splits + split",
         'lse = tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), -float("inf"))',
+    )
+    if shape.spec.mask == "additive":
+        w(f"lse = tl.where(some & (m == {LOWEST_SCORE}), {LOWEST_LSE} * l, lse)")
+    w(
         "tl.store(lse_RN + row, lse, mask=r < rows)",
     )
     count = shape.out_channels

@@ -93,5 +93,5 @@ def _attend_tile(w: Writer, shape: LatentShape, slots: str) -> None:
         w(f"x = tl.dot(r{piece.name}, v{piece.name}.T, x{ieee})")
     units = fragments.finish_scores(w, shape, "x", fragments.EXACT_UNITS)
     fragments.mask(w, shape, "x", "tokens", "live")
-    fragments.online_softmax(w, ["x"], ["p"], units)
+    fragments.online_softmax(w, shape, ["x"], ["p"], units)
     fragments.accumulate(w, shape, shape.block_tokens, value="k")

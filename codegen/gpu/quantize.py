@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcompile.codegen.formats import TILE
-from kvcompile.codegen.formats.planes import LARGEST_EXPONENT
+from kvcompile.codegen.formats.planes import LARGEST_EXPONENT, SMALLEST_EXPONENT
 from kvcompile.codegen.gpu.fragments import channels, place, point_to_record, within
 from kvcompile.codegen.gpu.shape import ROLES, TRITON_TYPE, GpuShape, Part, Piece
 
@@ -267,7 +267,7 @@ def _exponent(w: Writer, *, first: bool) -> None:
 def _store_exponent(w: Writer, part: Part) -> None:
     w(
         "exponent = largest_scale.to(tl.int32, bitcast=True) >> 23",
-        f"exponent = tl.minimum(tl.maximum(exponent, 1), {LARGEST_EXPONENT})",
+        f"exponent = tl.minimum(tl.maximum(exponent, {SMALLEST_EXPONENT}), {LARGEST_EXPONENT})",
         f"tl.store({place('int32', part.offset)} + tl.arange(0, 4), exponent)",
     )
 

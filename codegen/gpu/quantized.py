@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 FLOAT8_UNIT = 256.0
 """By this unpacked e4m3 numbers are divided."""
 
+QUERY_ROOM = 2.0**11
+"""By this scaled queries are larger, so that fp16 holds those of small scales with all their bits.
+Below 4 are query and scale, at most, and 65504 is the largest fp16 number."""
+
 
 def pages(w: Writer, shape: GpuShape) -> None:
     """Go over the quantized pages of a split."""
@@ -82,7 +86,7 @@ def _page(w: Writer, shape: GpuShape, sinks: int) -> None:
         if needs_tokens:
             w(f"tokens = {sinks + i * shape.tile_tokens} + i * {spec.page_size} + n")
             fragments.mask(w, shape, x, "tokens", "")
-    fragments.online_softmax(w, xs, ps, left)
+    fragments.online_softmax(w, shape, xs, ps, left)
     if shape.v.is_grouped:
         _load_codes(w, shape, shape.v, tiles)
         _accumulate(w, shape, tiles)
@@ -154,7 +158,7 @@ def _k_scales(w: Writer, shape: GpuShape) -> None:
     w(f"k_scales = {place(part.scale_type, part.scales_offset)}")
     if shape.is_fp16:
         w(f"k_exponent = tl.max(tl.load({place('int32', part.offset)} + tl.arange(0, 1)), 0)")
-        w(f"over_unit = power(254 - k_exponent){_unit(part)}")
+        w(f"over_unit = power(254 - k_exponent){_unit(part) or f' * {QUERY_ROOM}'}")
     for i, piece in enumerate(part.pieces):
         begin = f"{piece.offset} + " if piece.offset else ""
         load = f"tl.load(k_scales + {begin}tl.arange(0, {piece.width}))"
@@ -164,7 +168,8 @@ def _k_scales(w: Writer, shape: GpuShape) -> None:
         else:
             _scale_codes(w, shape, piece)
     if shape.is_fp16:
-        w("x_unit = q_scale_log2 * power(k_exponent)")
+        room = "" if part.is_float else f" * {1 / QUERY_ROOM}"
+        w(f"x_unit = q_scale_log2 * power(k_exponent){room}")
         if not part.is_float:
             raw = " - thousand * x_unit[:, None]" if shape.is_raw else ""
             w(f"x_low = tl.max(low * scale_log2{raw}, 1)")

@@ -29,6 +29,14 @@ LEAST_ROWS = 16
 """Rows of the smallest tile that tensor cores multiply."""
 
 MOST_BLOCK_ROWS = 64
+LOWEST_SCORE = -1e30
+"""The running maximum begins here, and an additive mask takes no score further: tokens of the
+lowest finite masks are seen if nothing else is, all alike, as in eager attention."""
+
+LOWEST_LSE = -1e25
+"""Times the sum of its weights, what a split says whose scores are all lowest: beside -1e30 the
+logarithm of that sum would be lost."""
+
 LEAST_TILE = 16
 """Tokens of the smallest tile: as many as tensor cores contract."""
 
@@ -276,6 +284,16 @@ class GpuShape:
         part = self.k
         single = part.is_grouped and not part.is_float and len(part.widths) == 1
         return self.is_fp16 and self.spec.isa == "ptx" and single and part.token_planes == 1
+
+    @property
+    def weight_bits(self) -> int:
+        """How many bits weights are larger than 1: fp16 holds more of small ones then.
+
+        With scales of V that are below 4, with those of e4m3 below 1024, they stay below 65504.
+        """
+        if self.product_type("v") != "fp16":
+            return 0
+        return 5 if self.v.is_grouped and self.v.is_float else 12
 
     @property
     def has_unit(self) -> bool:
