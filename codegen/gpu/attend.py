@@ -8,7 +8,7 @@ quantized, are one more program, the last one.
 
 from __future__ import annotations
 
-from kvcompile.codegen.gpu import fragments, quantized
+from kvcompile.codegen.gpu import fragments, quantized, words
 from kvcompile.codegen.gpu.glossary import glossary
 from kvcompile.codegen.gpu.helpers import (
     LOWER,
@@ -100,12 +100,10 @@ def _body(w: Writer, shape: GpuShape) -> None:
     fragments.begin(w, shape)
     if not shape.spec.is_grouped:
         block = shape.block_tokens
-        fragments.exact_pages(
-            w, shape, lambda slots: fragments.attend_words(w, shape, slots, block, "")
-        )
+        words.exact_pages(w, shape, lambda slots: words.attend_words(w, shape, slots, block, ""))
     else:
         with w.block("if split < splits - 1:"):
             quantized.pages(w, shape)
         with w.block("else:"):
-            fragments.window_pages(w, shape)
+            words.window_pages(w, shape)
     fragments.store_partial(w, shape)

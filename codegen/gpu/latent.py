@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvcompile.codegen.gpu import fragments
+from kvcompile.codegen.gpu import fragments, words
 from kvcompile.codegen.gpu.glossary import latent_glossary
 from kvcompile.codegen.gpu.shape import GpuShape, Part, supports_records
 from kvcompile.codegen.gpu.text import Writer, jit
@@ -64,7 +64,7 @@ class LatentGenerator:
             fragments.load_query(w, shape)
             _load_rotating_query(w, shape)
             fragments.begin(w, shape)
-            fragments.exact_pages(w, shape, lambda slots: _attend_tile(w, shape, slots))
+            words.exact_pages(w, shape, lambda slots: _attend_tile(w, shape, slots))
             fragments.store_partial(w, shape)
         return KernelSource(spec, w.text)
 
@@ -84,10 +84,10 @@ def _load_rotating_query(w: Writer, shape: LatentShape) -> None:
 def _attend_tile(w: Writer, shape: LatentShape, slots: str) -> None:
     """Attend to a tile of tokens."""
     # A latent of a token that is not stored may be NaN, and weighs 0: it is not loaded.
-    fragments.load_words(w, shape, "k", slots, "live")
+    words.load_words(w, shape, "k", slots, "live")
     fragments.scores(w, shape, "q", "x", exact=True)
     rotating = shape.part("v")
-    fragments.load_words(w, shape, "v", slots, "live", pieces=rotating.pieces)
+    words.load_words(w, shape, "v", slots, "live", pieces=rotating.pieces)
     ieee = ', input_precision="ieee"' if shape.product_type("v") == "fp32" else ""
     for piece in rotating.pieces:
         w(f"x = tl.dot(r{piece.name}, v{piece.name}.T, x{ieee})")

@@ -149,7 +149,7 @@ def _inline_asm(
 
 
 def _registers(lanes: npt.NDArray[Any]) -> int:
-    return lanes.shape[1] * lanes.dtype.itemsize // 4
+    return int(lanes.shape[1]) * lanes.dtype.itemsize // 4
 
 
 def repair() -> None:
