@@ -20,6 +20,9 @@ from kvcompile.codegen.gpu.shape import TRITON_TYPE, GpuShape, Part, Piece
 if TYPE_CHECKING:
     from kvcompile.codegen.gpu.text import Writer
 
+ONE = 0x3C00
+"""The fp16 number 1."""
+
 FLOAT8_UNIT = 256.0
 """By this unpacked e4m3 numbers are divided."""
 
@@ -294,14 +297,27 @@ def _sums(w: Writer, shape: GpuShape, tile: str, *, first: bool) -> None:
         w(f"sums = tl.dot(ph, {ones}, {'sums * a[:, None]' if first else 'sums'})")
         return
     half = columns // 2
-    each = half // shape.minimum_groups
-    value = f"lower(words{shape.v.groups - 1})[:, None]"
-    for g in range(shape.v.groups - 2, -1, -1):
-        edge = half + (g + 1) * each
-        value = f"tl.where(column < {edge}, lower(words{g})[:, None], {value})"
     if first:
         w(f"sums *= tl.where(column < {half}, a[:, None], a_o[:, None])")
-    w(
-        f"addends = tl.where(column < {half}, 1.0, {value} * over_unit).to(tl.float16)",
-        "sums = tl.dot(ph, addends, sums)",
-    )
+    groups = shape.v.groups
+    if groups == 1:
+        value = "lower(words0)[:, None] * over_unit"
+        w(f"addends = tl.where(column < {half}, 1.0, {value}).to(tl.float16)")
+    else:
+        # Two minima travel to their columns as one word: with several warps the way there leads
+        # through shared memory, for a word per token, not for a number per token and column.
+        each = half // shape.minimum_groups
+        pairs = [
+            f"half_minima(words{g}, words{min(g + 1, groups - 1)}, over_unit)[:, None]"
+            for g in range(0, groups, 2)
+        ]
+        value = pairs.pop()
+        for i in reversed(range(len(pairs))):
+            value = f"tl.where(column < {half + 2 * (i + 1) * each}, {pairs[i]}, {value})"
+        w(
+            f"words = tl.broadcast_to({value}, {shape.tile_tokens}, {columns})",
+            f"words = tl.where(column // {each} % 2 == 0, words, words >> 16)",
+            f"words = tl.where(column < {half}, {ONE}, words)",
+            "addends = words.to(tl.int16).to(tl.float16, bitcast=True)",
+        )
+    w("sums = tl.dot(ph, addends, sums)")
