@@ -96,7 +96,7 @@ def _helpers(shape: GpuShape) -> list[str]:
             texts.append(SCALES_PTX if ptx else SCALES)
         if shape.k.is_grouped and not shape.k.is_float:
             texts.append(MINIMA_PTX if ptx else MINIMA)
-        if shape.has_minima and shape.v.groups > 1:
+        if shape.has_minimum_columns and shape.v.groups > 1:
             texts.append(HALF_MINIMA)
     return texts
 

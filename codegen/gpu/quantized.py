@@ -254,11 +254,7 @@ def _accumulate(w: Writer, shape: GpuShape, tiles: list[str]) -> None:
         )
     shrink = "a_o" if shape.has_unit else "a"
     for i, tile in enumerate(tiles):
-        for g in range(part.groups):
-            offset = g * part.shape.page_size + i * size
-            begin = f"{offset} + " if offset else ""
-            load = f"tl.load(v_scales + {begin}n)"
-            w(f"{part.scale_name}{g} = {load}")
+        _load_v_scales(w, shape, i * size)
         _sums(w, shape, tile, first=not i)
         for g in range(part.groups):
             if shape.has_unit:
@@ -272,6 +268,20 @@ def _accumulate(w: Writer, shape: GpuShape, tiles: list[str]) -> None:
                 low = "" if part.is_float else f" + lower(words{g})[:, None]"
                 w(f"{value} = {value} * {_fp32_scale(part, str(g))}[:, None]{_unit(part)}{low}")
                 w(f'o{piece.name} = tl.dot(p{tile}, {value}, {before}, input_precision="ieee")')
+
+
+def _load_v_scales(w: Writer, shape: GpuShape, first: int) -> None:
+    """Load the scales of a tile of V, which begins with the token `first` of its page."""
+    part, page_size = shape.v, shape.spec.page_size
+    if shape.is_one_warp and part.groups == 2 and not part.is_float:
+        begin = f"{first} + " if first else ""
+        both = f"v_scales + {begin}n[:, None] + {page_size} * tl.arange(0, 2)[None, :]"
+        w(f"words0, words1 = tl.split(tl.load({both}))  # one copy of 128 bits per lane")
+        return
+    for g in range(part.groups):
+        offset = g * page_size + first
+        begin = f"{offset} + " if offset else ""
+        w(f"{part.scale_name}{g} = tl.load(v_scales + {begin}n)")
 
 
 def _accumulate_words(w: Writer, shape: GpuShape, tile: str, *, first: bool) -> None:
@@ -292,9 +302,14 @@ def _sums(w: Writer, shape: GpuShape, tile: str, *, first: bool) -> None:
         return
     triton_type, columns = TRITON_TYPE[shape.product_type("v")], shape.sum_columns
     w(f"ph = p{tile}.to({triton_type})")
-    if not shape.has_minima:
+    if not shape.has_minimum_columns:
         ones = f"tl.full([{shape.tile_tokens}, {columns}], 1.0, {triton_type})"
         w(f"sums = tl.dot(ph, {ones}, {'sums * a[:, None]' if first else 'sums'})")
+        for g in range(shape.v.groups if shape.has_minima else 0):
+            value = f"(lower(words{g}) * over_unit).to(tl.float16)[:, None]"
+            value = f"tl.broadcast_to({value}, {shape.tile_tokens}, 8)"
+            before = f"low_sums{g}{' * a_o[:, None]' if first else ''}"
+            w(f"low_sums{g} = tl.dot(ph, {value}, {before})")
         return
     half = columns // 2
     if first:

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from kvcompile.codegen.gpu.shape import LEAST_ROWS, GpuShape
 from kvcompile.codegen.spec import KernelSpec
 
-MOST_NUMBERS_OF_A_WARP = 64 * 128
-"""Numbers of K, or of V, of an iteration that one warp multiplies without spilling registers."""
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -43,19 +40,11 @@ def choose_schedule(spec: KernelSpec) -> Schedule:
     if spec.isa == "triton":
         # There pages on their way are in registers: with 2 stages 60 to 90 of them spill.
         return Schedule(4, 1)
-    # Quantized pages are small. With 3 stages one program per multiprocessor has more on its way
-    # than an H200 brings in the time that a load takes (26 KB in 0.8 us), with 2 it has half.
-    return Schedule(_warps(shape), 3)
-
-
-def _warps(shape: GpuShape) -> int:
-    # One warp does nothing twice and waits for no other, so it executes the fewest instructions:
-    # for int4 2.9 per number, where 2 warps execute 3.6 and 4 execute 4.9.
-    if shape.block_rows > LEAST_ROWS or not shape.is_fp16:
-        return 4  # scores and output of many rows, or numbers of 32 bits, fill registers
-    numbers = shape.block_tokens * max(shape.k.channels, shape.v.channels)
-    # Words of two codes leave fewer registers to numbers than words of four: 25 spill.
-    has_bytes = any(part.is_grouped and 8 in part.widths for part in (shape.k, shape.v))
-    if has_bytes:
-        numbers *= 2
-    return 1 if numbers <= MOST_NUMBERS_OF_A_WARP else 2
+    # Quantized pages of a head have 5 to 17 KB. With 3 stages half as many programs have on their
+    # way what an H200 brings to a multiprocessor in the time that a load takes, 26 KB in 0.8 us.
+    if shape.is_one_warp:
+        # It does nothing twice and waits for no other warp, so it executes the fewest instructions:
+        # for int4 2.7 per number, where 2 warps execute 3.7 and 4 execute 4.9.
+        return Schedule(1, 3)
+    # Scores and output of many rows, and numbers of 32 bits, fill the registers of two.
+    return Schedule(2 if shape.block_rows == LEAST_ROWS and shape.is_fp16 else 4, 3)
