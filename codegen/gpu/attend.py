@@ -14,7 +14,6 @@ from kvcompile.codegen.gpu import fragments, quantized
 from kvcompile.codegen.gpu.glossary import glossary
 from kvcompile.codegen.gpu.helpers import (
     BITS,
-    HALF_MINIMA,
     MINIMA,
     MINIMA_PTX,
     POWER,
@@ -96,8 +95,6 @@ def _helpers(shape: GpuShape) -> list[str]:
             texts.append(SCALES_PTX if ptx else SCALES)
         if shape.k.is_grouped and not shape.k.is_float:
             texts.append(MINIMA_PTX if ptx else MINIMA)
-        if shape.has_minimum_columns and shape.v.groups > 1:
-            texts.append(HALF_MINIMA)
     return texts
 
 

@@ -198,11 +198,3 @@ def minima(words):
     # the bf16 numbers in the lower halves
     return lower(words).to(tl.bfloat16)
 """
-
-HALF_MINIMA = """@triton.jit
-def half_minima(first, second, over_unit):
-    # the bf16 numbers in the lower halves, divided by a unit, as two fp16 numbers in a word
-    low = (lower(first) * over_unit).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-    high = (lower(second) * over_unit).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-    return (low & 65535) | (high << 16)
-"""

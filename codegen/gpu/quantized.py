@@ -20,9 +20,6 @@ from kvcompile.codegen.gpu.shape import TRITON_TYPE, GpuShape, Part, Piece
 if TYPE_CHECKING:
     from kvcompile.codegen.gpu.text import Writer
 
-ONE = 0x3C00
-"""The fp16 number 1."""
-
 FLOAT8_UNIT = 256.0
 """By this unpacked e4m3 numbers are divided."""
 
@@ -158,10 +155,12 @@ def _k_scales(w: Writer, shape: GpuShape) -> None:
     if shape.is_fp16:
         w(f"k_exponent = tl.max(tl.load({place('int32', part.offset)} + tl.arange(0, 1)), 0)")
         w(f"over_unit = power(254 - k_exponent){_unit(part)}")
+    together = _load_k_scales_together(w, shape)
     for i, piece in enumerate(part.pieces):
-        begin = f"{piece.offset} + " if piece.offset else ""
-        load = f"tl.load(k_scales + {begin}tl.arange(0, {piece.width}))"
-        w(f"{part.scale_name} = {load}")
+        if not together:
+            begin = f"{piece.offset} + " if piece.offset else ""
+            load = f"tl.load(k_scales + {begin}tl.arange(0, {piece.width}))"
+            w(f"{part.scale_name}{piece.name} = {load}")
         if shape.is_fp16:
             _scale_query(w, shape, piece, first=not i)
         else:
@@ -173,23 +172,47 @@ def _k_scales(w: Writer, shape: GpuShape) -> None:
             w(f"x_low = tl.max(low * scale_log2{raw}, 1)")
 
 
+def _load_k_scales_together(w: Writer, shape: GpuShape) -> bool:
+    """Load the scales of all pieces of K by one copy, if one warp has them and can divide them.
+
+    Each copy takes a warp about 10 instructions, and 128 words need no more than one.
+    """
+    part, count = shape.k, len(shape.k.pieces)
+    widths = {piece.width for piece in part.pieces}
+    divides = count > 1 and not count & (count - 1) and len(widths) == 1
+    if not shape.is_one_warp or part.is_float or not divides:
+        return False
+    (width,) = widths
+    halves = ", ".join("2" for _ in range(count.bit_length() - 1))
+    w(
+        f"words0 = tl.load(k_scales + tl.arange(0, {width})[:, None] + "
+        f"{width} * tl.arange(0, {count})[None, :]).reshape({width}, {halves})"
+    )
+    have = 1
+    while have < count:
+        for i in range(have):
+            w(f"words{i}, words{i + have} = tl.split(words{i})")
+        have *= 2
+    return True
+
+
 def _scale_codes(w: Writer, shape: GpuShape, piece: Piece) -> None:
-    low = "" if shape.k.is_float else " + lower(words)[None, :]"
-    scale = f"{_fp32_scale(shape.k)}[None, :]"
+    low = "" if shape.k.is_float else f" + lower(words{piece.name})[None, :]"
+    scale = f"{_fp32_scale(shape.k, piece.name)}[None, :]"
     for i in range(shape.tiles):
         name = f"k{piece.name}{f'_{i}' if shape.tiles > 1 else ''}"
         w(f"{name} = {name} * {scale}{_unit(shape.k)}{low}")
 
 
-def _fp32_scale(part: Part, group: str = "") -> str:
+def _fp32_scale(part: Part, which: str) -> str:
     """Return the loaded scales of a part as fp32 numbers."""
-    name = part.scale_name + group
+    name = part.scale_name + which
     return f"{name}.to(tl.float32)" if part.is_float else f"upper({name})"
 
 
-def _fp16_scale(part: Part, over: str, group: str = "") -> str:
+def _fp16_scale(part: Part, over: str, which: str) -> str:
     """Return the loaded scales of a part over a unit, as fp16 numbers."""
-    name = part.scale_name + group
+    name = part.scale_name + which
     if part.is_float:
         return f"({name}.to(tl.float32) * {over}).to(tl.float16)"
     return f"half_scales({name}, {over})"
@@ -201,7 +224,7 @@ def _scale_query(w: Writer, shape: GpuShape, piece: Piece, *, first: bool) -> No
     if shape.is_raw:
         place_in_word = raw_place(part.widths[0], int(name) % part.planes.across)
         over += f" * {2.0**-place_in_word}" if place_in_word else ""
-    w(f"qs{name} = qh{name} * {_fp16_scale(part, over)}[None, :]")
+    w(f"qs{name} = qh{name} * {_fp16_scale(part, over, name)}[None, :]")
     if shape.is_raw:
         thousand = f"tl.full([{piece.width}, 8], 1024.0, tl.float16)"
         w(f"thousand = tl.dot(qs{name}, {thousand}{'' if first else ', thousand'})")
@@ -211,7 +234,7 @@ def _scale_query(w: Writer, shape: GpuShape, piece: Piece, *, first: bool) -> No
 
 def _minimum_scores(w: Writer, shape: GpuShape, name: str, width: int, *, first: bool) -> None:
     """Multiply the query with the minima of K, exactly: what all tokens of the page have."""
-    minimum = f"tl.broadcast_to(minima(words)[:, None], {width}, 8)"
+    minimum = f"tl.broadcast_to(minima(words{name})[:, None], {width}, 8)"
     before = "" if first else ", low"
     if shape.spec.dtype == "bf16":
         w(f"low = tl.dot(q{name}, {minimum}{before})")
@@ -312,27 +335,14 @@ def _sums(w: Writer, shape: GpuShape, tile: str, *, first: bool) -> None:
             w(f"low_sums{g} = tl.dot(ph, {value}, {before})")
         return
     half = columns // 2
+    each = half // shape.minimum_groups
+    value = f"lower(words{shape.v.groups - 1})[:, None]"
+    for g in range(shape.v.groups - 2, -1, -1):
+        edge = half + (g + 1) * each
+        value = f"tl.where(column < {edge}, lower(words{g})[:, None], {value})"
     if first:
         w(f"sums *= tl.where(column < {half}, a[:, None], a_o[:, None])")
-    groups = shape.v.groups
-    if groups == 1:
-        value = "lower(words0)[:, None] * over_unit"
-        w(f"addends = tl.where(column < {half}, 1.0, {value}).to(tl.float16)")
-    else:
-        # Two minima travel to their columns as one word: with several warps the way there leads
-        # through shared memory, for a word per token, not for a number per token and column.
-        each = half // shape.minimum_groups
-        pairs = [
-            f"half_minima(words{g}, words{min(g + 1, groups - 1)}, over_unit)[:, None]"
-            for g in range(0, groups, 2)
-        ]
-        value = pairs.pop()
-        for i in reversed(range(len(pairs))):
-            value = f"tl.where(column < {half + 2 * (i + 1) * each}, {pairs[i]}, {value})"
-        w(
-            f"words = tl.broadcast_to({value}, {shape.tile_tokens}, {columns})",
-            f"words = tl.where(column // {each} % 2 == 0, words, words >> 16)",
-            f"words = tl.where(column < {half}, {ONE}, words)",
-            "addends = words.to(tl.int16).to(tl.float16, bitcast=True)",
-        )
-    w("sums = tl.dot(ph, addends, sums)")
+    w(
+        f"addends = tl.where(column < {half}, 1.0, {value} * over_unit).to(tl.float16)",
+        "sums = tl.dot(ph, addends, sums)",
+    )

@@ -40,11 +40,15 @@ def choose_schedule(spec: KernelSpec) -> Schedule:
     if spec.isa == "triton":
         # There pages on their way are in registers: with 2 stages 60 to 90 of them spill.
         return Schedule(4, 1)
-    # Quantized pages of a head have 5 to 17 KB. With 3 stages half as many programs have on their
-    # way what an H200 brings to a multiprocessor in the time that a load takes, 26 KB in 0.8 us.
     if shape.is_one_warp:
         # It does nothing twice and waits for no other warp, so it executes the fewest instructions:
-        # for int4 2.7 per number, where 2 warps execute 3.7 and 4 execute 4.9.
+        # for int4 2.7 per number, where 2 warps execute 3.7 and 4 execute 4.9. Of its pages, which
+        # have up to 9 KB, two are on their way: an H200 brings 26 KB to a multiprocessor in the
+        # 0.8 us that a load takes, and not every one has 8 programs.
         return Schedule(1, 3)
-    # Scores and output of many rows, and numbers of 32 bits, fill the registers of two.
-    return Schedule(2 if shape.block_rows == LEAST_ROWS and shape.is_fp16 else 4, 3)
+    if shape.block_rows == LEAST_ROWS and shape.is_fp16:
+        # Pages that two warps share have up to 18 KB, so one is enough; more stages cost
+        # 10 to 20 instructions per page.
+        return Schedule(2, 2)
+    # Scores and output of many rows, and numbers of 32 bits, fill more registers.
+    return Schedule(4, 3)

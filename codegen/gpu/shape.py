@@ -37,7 +37,7 @@ MOST_EXACT_TILE = 64
 """Tokens of the largest tile of a page of exact words, so that three of them fit on a chip."""
 
 MOST_NUMBERS_OF_A_WARP = 64 * 128
-"""Numbers of K, or of V, of a quantized page that one warp multiplies without spilling registers."""
+"""Numbers of K, or of V, of a quantized page that one warp multiplies without spilling."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class GpuShape:
 
     @property
     def sum_columns(self) -> int:
-        """Columns of the sums: with minima in them, the first half adds weights, the others those."""
+        """Columns of the sums: with minima among them, the first half adds weights."""
         return max(8, 2 * self.minimum_groups) if self.has_minimum_columns else 8
 
     def product_type(self, role: Role, *, exact: bool = False) -> DTypeName:
