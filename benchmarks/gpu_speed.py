@@ -199,7 +199,7 @@ def _latent_call(
 
     def run() -> None:
         given = (q, *q.stride()[:3], table, table.stride(0), starts, length)
-        load(spec)[(splits, 1, batch)](*given, partial, lse, scale)
+        load(spec)[(splits, 1, batch)](*given, partial, lse, scale, num_warps=4, num_stages=2)
         to = (out, *out.stride()[:3], 1, LATENT_HEADS)
         load(merge)[(len(partial),)](partial, lse, splits, *to)
 

@@ -115,8 +115,11 @@ def begin(w: Writer, shape: GpuShape) -> None:
     w(f"m = tl.full([{block}], {LOWEST_SCORE}, tl.float32)")
     if shape.has_sums:
         w(f"sums = tl.zeros([{block}, {shape.sum_columns}], tl.float32)")
-        if shape.has_minima:
+        if shape.has_minimum_columns:
             w(f"column = tl.arange(0, {shape.sum_columns})[None, :]")
+        elif shape.has_minima:
+            for group in range(shape.v.groups):
+                w(f"low_sums{group} = tl.zeros([{block}, 8], tl.float32)")
     else:
         w(f"l = tl.zeros([{block}], tl.float32)")
     for piece in shape.v.pieces:
@@ -293,7 +296,7 @@ def accumulate(w: Writer, shape: GpuShape, block: int, value: str = "v") -> None
     wanted = shape.product_type("v", exact=shape.spec.is_grouped)
     if shape.has_sums:
         ones = f"tl.where(column < {shape.sum_columns // 2}, 1.0, 0.0)"
-        if not shape.has_minima:
+        if not shape.has_minimum_columns:
             ones = f"tl.full([1, {shape.sum_columns}], 1.0, tl.float32)"
         sum_type = TRITON_TYPE[wanted]
         w(
@@ -312,7 +315,7 @@ def accumulate(w: Writer, shape: GpuShape, block: int, value: str = "v") -> None
 def store_partial(w: Writer, shape: GpuShape) -> None:
     """Store the normalised output and its log2-sum-exp; of nothing it is -inf."""
     w("", "# store_partial")
-    if shape.has_minima:
+    if shape.has_minimum_columns:
         half = shape.sum_columns // 2
         each = half // shape.minimum_groups
         w(f"l = tl.sum(tl.where(column < {half}, sums, 0.0), 1) * {1 / half!r}")
@@ -322,6 +325,8 @@ def store_partial(w: Writer, shape: GpuShape) -> None:
             w(f"c{group} = tl.sum(tl.where({inside}, sums, 0.0), 1) * {1 / each!r}")
     elif shape.has_sums:
         w(f"l = tl.sum(sums, 1) * {1 / shape.sum_columns!r}")
+        for group in range(shape.v.groups if shape.has_minima else 0):
+            w(f"c{group} = tl.sum(low_sums{group}, 1) * 0.125")
     w(
         "some = l > 0",
         "over_l = (1.0 / tl.where(some, l, 1.0))[:, None]",

@@ -46,6 +46,9 @@ EXACT_TILE = 32
 MOST_EXACT_TILE = 64
 """Tokens of the largest tile of a page of exact words, so that three of them fit on a chip."""
 
+MOST_NUMBERS_OF_A_WARP = 64 * 128
+"""Numbers of K, or of V, of a quantized page that one warp multiplies without spilling."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -306,6 +309,28 @@ class GpuShape:
         return self.has_unit and not self.v.is_float
 
     @property
+    def is_one_warp(self) -> bool:
+        """Whether a program is one warp: its registers hold an iteration over quantized pages.
+
+        Numbers of 32 bits and the output of many rows take too many. Words of two codes count
+        twice: 20 registers and more spill where words of four codes leave some.
+        """
+        if self.spec.isa != "ptx" or not self.is_fp16 or self.block_rows > LEAST_ROWS:
+            return False
+        numbers = self.block_tokens * max(self.k.channels, self.v.channels)
+        doubled = 2 if 8 in (*self.k.widths, *self.v.widths) else 1
+        return numbers * doubled <= MOST_NUMBERS_OF_A_WARP
+
+    @property
+    def has_minimum_columns(self) -> bool:
+        """Whether the minima of V are columns of the sums, and not products of their own.
+
+        These need fewer instructions and registers in one warp, whose operands stay in registers.
+        With several, each operand goes through shared memory.
+        """
+        return self.has_minima and not self.is_one_warp
+
+    @property
     def has_sums(self) -> bool:
         """Whether weights are added up by tensor cores: one narrow product more per tile."""
         return self.product_type("v") != "fp32"
@@ -317,8 +342,8 @@ class GpuShape:
 
     @property
     def sum_columns(self) -> int:
-        """Columns of the sums: with minima, the first half adds weights, the others minima."""
-        return max(8, 2 * self.minimum_groups) if self.has_minima else 8
+        """Columns of the sums: with minima among them, the first half adds weights."""
+        return max(8, 2 * self.minimum_groups) if self.has_minimum_columns else 8
 
     def product_type(self, role: Role, *, exact: bool = False) -> DTypeName:
         """Return the type in which K or V is multiplied."""

@@ -14,6 +14,7 @@ import torch
 
 from kvcompile.codegen.formats import TILE
 from kvcompile.codegen.gpu.compile import load
+from kvcompile.codegen.gpu.schedule import choose_schedule
 from kvcompile.codegen.gpu.shape import GpuShape
 from kvcompile.codegen.spec import MOST_QUERIES, MergeSpec
 from kvcompile.runtime.device_tables import DeviceTables, number_on
@@ -102,6 +103,8 @@ def attend_launcher(
 ) -> Callable[..., torch.Tensor]:
     """Return `launch.attend` for one kind of store, query and mask."""
     kernel, shape = load(spec), GpuShape(spec)
+    schedule = choose_schedule(spec)
+    options = {"num_warps": schedule.num_warps, "num_stages": schedule.num_stages}
     group, dim = shape.group, spec.head_dim_vo
 
     def launch(
@@ -136,7 +139,7 @@ def attend_launcher(
         arguments += [partial, lse, scale * math.log2(math.e)]
         if shape.has_blocks:
             arguments += [kv_heads, queries]
-        kernel[(splits, kv_heads * blocks, batch)](*arguments)
+        kernel[(splits, kv_heads * blocks, batch)](*arguments, **options)
         out = torch.empty((batch, queries, heads, dim), dtype=q.dtype, device=q.device)
         out = out.transpose(1, 2)
         merge = load(_merge_spec(spec, splits))
