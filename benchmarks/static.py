@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.arguments import add_json, write_json
+from kvcompile.codegen.gpu.latent import shape_of
 from kvcompile.codegen.gpu.machine_code import Loop, MachineCode, page_bytes
 from kvcompile.codegen.gpu.schedule import choose_schedule
-from kvcompile.codegen.gpu.shape import GpuShape
 from kvcompile.codegen.spec import KernelSpec
 from tests.support.gpu_kernels import KERNELS, machine_code
 
@@ -130,7 +130,7 @@ def estimate(name: str, spec: KernelSpec, facts: MachineCode) -> Estimate:
         spec: Its spec.
         facts: Its machine code for sm_90.
     """
-    shape = GpuShape(spec)
+    shape = shape_of(spec)
     assert facts.loop is not None
     nbytes = page_bytes(shape) / shape.block_tokens
     warp_loops = TOKENS * KV_HEADS / shape.block_tokens * choose_schedule(spec).num_warps

@@ -41,6 +41,11 @@ class LatentShape(GpuShape):
         return min(self.spec.page_size, LATENT_TILE)
 
 
+def shape_of(spec: KernelSpec) -> GpuShape:
+    """Return the numbers of a kernel that attends."""
+    return LatentShape(spec) if spec.op == "attend_latent" else GpuShape(spec)
+
+
 class LatentGenerator:
     """Prints attend_latent kernels."""
 

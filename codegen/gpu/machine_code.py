@@ -11,6 +11,7 @@ from typing import Any
 from kvcompile.codegen.errors import KernelCompilationError
 from kvcompile.codegen.gpu import sass
 from kvcompile.codegen.gpu.compile import compile_ahead, disassembler
+from kvcompile.codegen.gpu.latent import shape_of
 from kvcompile.codegen.gpu.schedule import Schedule
 from kvcompile.codegen.gpu.shape import GpuShape
 from kvcompile.codegen.spec import KernelSpec
@@ -98,7 +99,7 @@ def inspect(spec: KernelSpec, target: str, schedule: Schedule) -> MachineCode:
     """
     compiled = compile_ahead(spec, target, schedule)
     if target in NVIDIA_TARGETS:
-        return _read_nvidia(compiled, GpuShape(spec), target, schedule)
+        return _read_nvidia(compiled, shape_of(spec), target, schedule)
     text = compiled.asm["amdgcn"]
     return MachineCode(
         registers=_field(text, r"\.vgpr_count:\s+(\d+)"),
@@ -154,7 +155,7 @@ def page_bytes(shape: GpuShape) -> int:
 def code_bytes(shape: GpuShape) -> int:
     """Return those of them that are codes or words: what large copies should bring, once."""
     total = 0
-    for part in (shape.k, shape.v):
+    for part in (shape.part("k"), shape.part("v")):
         bits = sum(part.widths) if part.is_grouped else 16
         total += shape.block_tokens * part.channels * bits // 8
     return total

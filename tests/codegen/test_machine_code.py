@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvcompile.codegen.errors import KernelCompilationError
+from kvcompile.codegen.gpu.latent import shape_of
 from kvcompile.codegen.gpu.machine_code import (
     SHARED_BYTES,
     TARGETS,
@@ -19,7 +20,6 @@ from kvcompile.codegen.gpu.machine_code import (
     inspect,
 )
 from kvcompile.codegen.gpu.schedule import Schedule
-from kvcompile.codegen.gpu.shape import GpuShape
 from tests.support.budgets import Budgets
 from tests.support.gpu_kernels import KERNELS, machine_code
 
@@ -28,8 +28,15 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 EVERYWHERE = ("bf16", "int8", "int4")
 """Kernels that are compiled for every target; the others only for sm_90."""
 
-MOST_PER_ELEMENT = {"bf16": 2.9, "int8": 3.2, "int4": 2.9, "int2": 2.9, "gemma2_int4": 3.3}
-"""Instructions of a lane for a number of K or V on sm_90."""
+MOST_PER_ELEMENT = {
+    "bf16": 2.9,
+    "int8": 3.2,
+    "int4": 2.9,
+    "int2": 2.9,
+    "gemma2_int4": 3.3,
+    "latent_bf16": 4.0,
+}
+"""Instructions of a lane for a number of K or V, or of a latent, on sm_90."""
 
 
 @pytest.fixture
@@ -58,7 +65,7 @@ def check(name: str, facts: MachineCode) -> None:
     assert loop.conversions == 0
     assert loop.plain_loads == 1  # the address of the next page
     # What comes in smaller copies is scales: 128 bits at a time bring at least all the rest.
-    assert loop.wide_bytes >= code_bytes(GpuShape(KERNELS[name]))
+    assert loop.wide_bytes >= code_bytes(shape_of(KERNELS[name]))
     if name in MOST_PER_ELEMENT:
         assert loop.per_element <= MOST_PER_ELEMENT[name]
 

@@ -39,6 +39,7 @@ _CASES = {
     "int4_q16": replace(_BASE, queries="few", mask="causal"),
     "gemma2_int4": _GEMMA2,
     "gemma2_bf16": replace(_GEMMA2, k="bf16"),
+    "latent_bf16": replace(_BASE, k="bf16", dims=(512, 64), group=16, kv_heads=1, latent=True),
 }
 KERNELS: dict[str, KernelSpec] = {name: case.spec for name, case in _CASES.items()}
 
