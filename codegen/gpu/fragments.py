@@ -129,18 +129,23 @@ def begin(w: Writer, shape: GpuShape) -> None:
     w("")
 
 
-def point_to_record(w: Writer, shape: GpuShape, *, exact: bool = False) -> None:
+def point_to_record(
+    w: Writer, shape: GpuShape, *, exact: bool = False, header: bool = False
+) -> None:
     """Name the record of a page, as a pointer to each type of what lies in it.
 
     Args:
         w: The module.
         shape: Its numbers.
         exact: Whether it is the record of an exact page beside quantized ones.
+        header: Whether the headers of its parts are needed too.
     """
     layout = shape.layout.exact if exact else shape.layout
     w(f"record = page + h * {layout.record_bytes}")
     parts = [shape.part(role, exact=exact) for role in ROLES]
     types = dict.fromkeys(name for part in parts for name in part.types)
+    if header:
+        types["int32"] = None
     for name in types:
         w(f"as_{name} = tl.multiple_of(record.to(tl.pointer_type({POINTER_TYPE[name]})), 16)")
 

@@ -88,7 +88,7 @@ def page(w: Writer, shape: GpuShape) -> None:
         f"exact = exact_page + h * {shape.layout.exact.record_bytes}",
         "page = tl.load(page_BN + b * page_stride + number)",
     )
-    point_to_record(w, shape)
+    point_to_record(w, shape, header=True)
     for role in ROLES:
         part = shape.part(role)
         exact = shape.part(role, exact=True)

@@ -20,12 +20,12 @@ from kvcompile.codegen.gpu.shape import TRITON_TYPE, GpuShape, Part, Piece
 if TYPE_CHECKING:
     from kvcompile.codegen.gpu.text import Writer
 
-FLOAT8_UNIT = 256.0
-"""By this unpacked e4m3 numbers are divided."""
+FLOAT8_BITS = 8
+"""Unpacked e4m3 numbers are divided by 2 to this power."""
 
-QUERY_ROOM = 2.0**11
-"""By this scaled queries are larger, so that fp16 holds those of small scales with all their bits.
-Below 4 are query and scale, at most, and 65504 is the largest fp16 number."""
+QUERY_ROOM_BITS = 11
+"""By 2 to this power scaled queries are larger, so that fp16 holds those of small scales with all
+their bits. Below 4 are query and scale, at most, and 65504 is the largest fp16 number."""
 
 
 def pages(w: Writer, shape: GpuShape) -> None:
@@ -50,7 +50,7 @@ def pages(w: Writer, shape: GpuShape) -> None:
         w("unit = tl.full((), 1, tl.int32)")
     w(f"page = tl.load({table} + begin, mask=begin < end, other=0)")
     with w.block("for i in range(begin, end):"):
-        fragments.point_to_record(w, shape)
+        fragments.point_to_record(w, shape, header=shape.is_fp16)
         w(f"page = tl.load({table} + i + 1, mask=i + 1 < end, other=0)  # one ahead")
         _page(w, shape, sinks)
 
@@ -65,7 +65,8 @@ def _scaled_query(w: Writer, shape: GpuShape) -> None:
     for piece in shape.k.pieces:
         name = piece.name
         w(f"qh{name} = (q{name}.to(tl.float32) * power(254 - q_exponent)[:, None]).to(tl.float16)")
-    w("q_scale_log2 = power(q_exponent) * scale_log2")
+    room = "" if shape.k.is_float else f" * {2.0**-QUERY_ROOM_BITS}"
+    w(f"q_scale_log2 = power(q_exponent) * scale_log2{room}")
 
 
 def _page(w: Writer, shape: GpuShape, sinks: int) -> None:
@@ -97,7 +98,12 @@ def _page(w: Writer, shape: GpuShape, sinks: int) -> None:
 
 
 def _unit(part: Part) -> str:
-    return f" * {FLOAT8_UNIT}" if part.is_float else ""
+    return f" * {2.0**FLOAT8_BITS}" if part.is_float else ""
+
+
+def _query_bits(part: Part) -> int:
+    """Return by which power of two a query with the scales of K is larger."""
+    return FLOAT8_BITS if part.is_float else QUERY_ROOM_BITS
 
 
 def _load_codes(w: Writer, shape: GpuShape, part: Part, tiles: list[str]) -> None:
@@ -158,7 +164,8 @@ def _k_scales(w: Writer, shape: GpuShape) -> None:
     w(f"k_scales = {place(part.scale_type, part.scales_offset)}")
     if shape.is_fp16:
         w(f"k_exponent = tl.max(tl.load({place('int32', part.offset)} + tl.arange(0, 1)), 0)")
-        w(f"over_unit = power(254 - k_exponent){_unit(part) or f' * {QUERY_ROOM}'}")
+        # Exponents of parts begin at 16, so that there is room above 254.
+        w(f"over_unit = power({254 + _query_bits(part)} - k_exponent)")
     together = _load_k_scales_together(w, shape)
     for i, piece in enumerate(part.pieces):
         if not together:
@@ -170,8 +177,7 @@ def _k_scales(w: Writer, shape: GpuShape) -> None:
         else:
             _scale_codes(w, shape, piece)
     if shape.is_fp16:
-        room = "" if part.is_float else f" * {1 / QUERY_ROOM}"
-        w(f"x_unit = q_scale_log2 * power(k_exponent){room}")
+        w("x_unit = q_scale_log2 * power(k_exponent)")
         if not part.is_float:
             raw = " - thousand * x_unit[:, None]" if shape.is_raw else ""
             w(f"x_low = tl.max(low * scale_log2{raw}, 1)")
@@ -278,7 +284,7 @@ def _accumulate(w: Writer, shape: GpuShape, tiles: list[str]) -> None:
             f"unit_next = tl.maximum(unit, tl.max(tl.load({header} + tl.arange(0, 1)), 0))",
             "a_o = a * power(tl.maximum(127 + unit - unit_next, 1))",
             "unit = unit_next",
-            f"over_unit = power(254 - unit){_unit(part)}",
+            f"over_unit = power({254 + (FLOAT8_BITS if part.is_float else 0)} - unit)",
         )
     shrink = "a_o" if shape.has_unit else "a"
     for i, tile in enumerate(tiles):

@@ -100,7 +100,7 @@ class Part:
         """The types of what lies in it."""
         if not self.is_grouped:
             return [self.name]
-        return ["int16", "int32", *([self.scale_type] if self.is_float else [])]
+        return ["int16", self.scale_type]
 
     @property
     def scale_type(self) -> str:

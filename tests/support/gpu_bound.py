@@ -19,7 +19,7 @@ import torch
 from kvcompile.codegen.formats import Coded, Role
 from kvcompile.codegen.formats.float8 import Float8Format
 from kvcompile.codegen.gpu.helpers import raw_place
-from kvcompile.codegen.gpu.quantized import FLOAT8_UNIT, QUERY_ROOM
+from kvcompile.codegen.gpu.quantized import FLOAT8_BITS, QUERY_ROOM_BITS
 from kvcompile.codegen.gpu.shape import GpuShape
 from tests.support.gpu_pages import GpuPages, bias_of
 from tests.support.numerics import OUTPUT_UNIT, SMALLEST, UNIT
@@ -188,7 +188,7 @@ class GpuBound:
         error = UNIT * (q.shape[-1] + 12) * (size + raw)
         if shape.is_fp16 and shape.k.is_grouped:
             part = shape.k
-            room = FLOAT8_UNIT if part.is_float else QUERY_ROOM
+            room = 2.0 ** (FLOAT8_BITS if part.is_float else QUERY_ROOM_BITS)
             if shape.is_raw:
                 fields = range(part.planes.across)
                 room *= 2.0 ** -max(raw_place(part.widths[0], f) for f in fields)
@@ -221,7 +221,7 @@ class GpuBound:
         quantized = v.unit > 0
         unit = v.unit.amax(-2, keepdim=True)
         error = error + HALF * (weights @ (v.scale * v.codes * quantized))
-        room = FLOAT8_UNIT if shape.v.is_float else 1.0
+        room = 2.0 ** (FLOAT8_BITS if shape.v.is_float else 0)
         codes = v.codes * quantized
         floors = (
             2.0**-shape.weight_bits * weights.amax(-1, keepdim=True) * codes.sum(-2).unsqueeze(-2)
