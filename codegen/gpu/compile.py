@@ -33,6 +33,14 @@ def gpu_isa() -> IsaName:
     return "triton" if interpreted or torch.version.hip else "ptx"
 
 
+def out_of_room() -> type[Exception]:
+    """Return what a launch raises that takes more registers or shared memory than there are."""
+    from triton.runtime.errors import OutOfResources
+
+    found: type[Exception] = OutOfResources
+    return found
+
+
 @cache
 def load(spec: Spec) -> Any:
     """Return the Triton function of `spec`.

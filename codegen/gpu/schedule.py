@@ -52,3 +52,48 @@ def choose_schedule(spec: KernelSpec) -> Schedule:
         return Schedule(2, 2)
     # Scores and output of many rows, and numbers of 32 bits, fill more registers.
     return Schedule(4, 3)
+
+
+MOST_STAGES = 4
+MOST_SPLITS = 64
+PROGRAMS_PER_PROCESSOR = 4
+"""Programs that keep a processor of a GPU busy while others wait for memory."""
+
+
+def smaller_schedules(schedule: Schedule) -> list[Schedule]:
+    """Return a schedule, and those that take less of a chip's memory, the largest first."""
+    stages = range(schedule.num_stages, 0, -1)
+    return [Schedule(schedule.num_warps, count) for count in stages]
+
+
+def candidate_schedules(spec: KernelSpec) -> list[Schedule]:
+    """Return the schedules worth timing, the one that would be chosen first.
+
+    Args:
+        spec: A spec of attend that the printer prints.
+    """
+    chosen = choose_schedule(spec)
+    warps = sorted({chosen.num_warps, max(1, chosen.num_warps // 2), 2 * chosen.num_warps})
+    others = [
+        Schedule(w, stages)
+        for w in warps
+        for stages in range(1, MOST_STAGES + 1)
+        if abs(stages - chosen.num_stages) <= 1
+    ]
+    return [chosen, *(schedule for schedule in others if schedule != chosen)]
+
+
+def choose_splits(spec: KernelSpec, *, processors: int, programs: int, kv_len: int) -> int:
+    """Return into how many partial outputs the tokens of a row are split.
+
+    Args:
+        spec: A spec of attend that the printer prints.
+        processors: Multiprocessors of the device.
+        programs: Programs of one split: rows of the batch, KV heads and blocks of rows.
+        kv_len: Tokens.
+    """
+    wanted = -(-processors * PROGRAMS_PER_PROCESSOR // programs)
+    pages = -(-kv_len // spec.page_size)
+    splits = max(1, min(wanted, pages, MOST_SPLITS - 1))
+    # Sinks and ring are one more, the last one.
+    return splits + 1 if spec.is_grouped else splits
