@@ -13,6 +13,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
+from kvcompile import memory_report
+
 STEPS = 64
 WARM_UP = 4
 
@@ -93,12 +95,9 @@ def decode(
 
 
 def _bytes(cache: Any) -> int:
-    import kvcompile
-
-    try:
-        return kvcompile.memory_report(cache).allocated
-    except (TypeError, ValueError):
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    """Return the bytes of a cache, in pages or dense."""
+    paged = memory_report(cache).allocated
+    return paged or sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def compare(layers: int, context: int, batch: int, device: torch.device) -> list[Decoding]:

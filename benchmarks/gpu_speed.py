@@ -107,7 +107,7 @@ def attention_speeds(tokens: int, batch: int, device: torch.device) -> list[Spee
     )
     del dense
     for name in ("bf16", "int8", "int4", "int2"):
-        layout = layout_of(Case(k=name, v=name))
+        layout = layout_of(Case(k=name, v=name, dims=(DIM, DIM)))
         stores = [_filled(layout, k, v) for _ in range(_layers(layout, tokens, batch))]
         held = sum(h.held_bytes for h in stores[0].holdings())
         calls = [_attend(store, q, scale, tokens) for store in stores]
