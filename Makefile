@@ -4,6 +4,7 @@
 #   make demo    text and speed of a small model, unmodified and compiled
 #   make test    the whole test suite            (make test ARGS="-k pages" for a part)
 #   make check   formatting, lint, types, import directions, file sizes
+#   make check-triton-3.6   machine code of GPU kernels, as an older Triton compiles them
 #   make bench   decoding speed of a whole model  (make bench ARGS="--contexts 1024 8192")
 #   make golden  rewrite the golden files, to be read as a diff
 #   make model   only fetch the demonstration model
@@ -27,7 +28,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export CXX
 
-.PHONY: demo test check bench golden model setup clean
+.PHONY: demo test check check-triton-3.6 bench golden model setup clean
 .DELETE_ON_ERROR:
 
 demo: setup model
@@ -42,6 +43,18 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_sizes.py
+
+# The oldest Triton that kernels are held to; what `make test` uses is in requirements/dev.txt.
+OLD_TRITON := $(CACHE)/triton-3.6.0
+
+check-triton-3.6: setup $(OLD_TRITON)/.installed
+	PYTHONPATH=$(OLD_TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) \
+	  tests/codegen/test_machine_code.py $(ARGS)
+
+$(OLD_TRITON)/.installed: | $(VENV)/.dev
+	@echo "installing Triton 3.6.0 in $(OLD_TRITON)"
+	@$(BIN)/python -m pip install --quiet --no-deps --target $(OLD_TRITON) triton==3.6.0
+	@touch $@
 
 bench: setup model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -x -n $(JOBS) -m "not slow" tests/end_to_end

@@ -30,9 +30,14 @@ def add_formats(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure here")
+
+
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Add `--json` and `--plot`."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure here")
+    add_json(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the figures, .png or .svg")
 
 

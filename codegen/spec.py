@@ -13,7 +13,7 @@ Target = Literal["cpu", "gpu"]
 IsaName = Literal["avx512", "avx2", "portable", "ptx", "triton"]
 DTypeName = Literal["fp32", "bf16", "fp16"]
 MaskKind = Literal["none", "causal", "bool", "additive"]
-Queries = Literal["one", "few"]
+Queries = Literal["one", "few", "many"]
 Compute = Literal["fp32", "int8", "fp16"]
 
 MOST_ROWS = 4
@@ -142,7 +142,8 @@ class KernelSpec:
         q_heads_per_kv_head: Query heads that share a KV head (attend only).
         mask: Kind of mask (attend only).
         mask_dtype: Type of an additive mask: `dtype` or "fp32" (additive masks only).
-        queries: "one" query token, or a "few": 1 to 16, decided at run time (attend only).
+        queries: "one" query token, a "few": 1 to 16, decided at run time, or "many": any number,
+            such as those of a chunk of a prompt (attend only).
         chunk: Stored tokens per partial result, a multiple of `page_size` (attend only).
         q_group_size: Channels of V that share a scale (quantized formats only).
         num_sink_tokens: First tokens of a row, which lie in exact pages (quantized formats only).
@@ -242,7 +243,7 @@ class KernelSpec:
             mask: str = self.mask
             if self.mask_dtype not in (None, self.dtype):
                 mask += f"_m{self.mask_dtype}"
-            queries = "q1" if self.queries == "one" else f"q{MOST_QUERIES}"
+            queries = {"one": "q1", "few": f"q{MOST_QUERIES}", None: "", "many": "qn"}[self.queries]
             parts += [f"g{self.q_heads_per_kv_head}", f"p{self.page_size}", mask, queries]
             if self.chunk != max(DEFAULT_CHUNK, self.page_size):
                 parts.append(f"t{self.chunk}")

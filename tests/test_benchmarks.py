@@ -18,7 +18,7 @@ from rich.table import Table
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import DynamicCache
 
-from benchmarks import attention, baselines, decode, decode_results
+from benchmarks import attention, baselines, decode, decode_results, static
 from benchmarks.attention_candidates import (
     Candidate,
     WrongResultError,
@@ -34,11 +34,13 @@ from benchmarks.reading import new_reader
 from benchmarks.stores import Setting, Shape, new_dense, new_stores, paged_format
 from benchmarks.timing import LONG_SECONDS, Timing, describe, interleave
 from kvcompile.codegen.cpu.isa import detect_isa, has_integer_dot
+from kvcompile.codegen.gpu.machine_code import Loop, MachineCode
 from kvcompile.codegen.spec import Compute
 from kvcompile.format_requests import parse_formats
 from kvcompile.options import OptionError
 from kvcompile.runtime.page_table import HOLE
 from kvcompile.runtime.quantized_store import QuantizedStore
+from tests.support.gpu_kernels import KERNELS
 
 SMOLLM2 = Shape(9, 3, 64)
 BOTH: list[Compute] = ["int8", "fp32"]
@@ -357,3 +359,19 @@ def test_tensors_of_a_quantized_cache_are_found() -> None:
     assert [id(tensor) for tensor in found] == [id(tensor) for tensor in (codes, scale, zero)]
     two = TwoTensor(codes, codes.clone())
     assert [id(tensor) for tensor in tensors_in([two])] == [id(two.a), id(two.b)]
+
+
+def test_static_estimate_counts_pipes_of_the_loop() -> None:
+    names = ("FADD", "HMMA.16816.F32", "LDS.128", "LOP3.LUT", "UIADD3", "BRA")
+    instructions = dict(zip(names, (4, 2, 1, 3, 5, 1), strict=True))
+    loop = Loop(instructions, 1.0, 0, 0, 0, 0, 0, 0, 1000)
+    found = static.estimate("bf16", KERNELS["bf16"], MachineCode(80, 0, 1024, 5, loop))
+    # A million tokens of 8 heads, 512 bytes each; 64 tokens per iteration of 4 warps, 528 parts.
+    assert found.microseconds["bytes"] == pytest.approx((1 << 23) * 512 / 4.3e12 * 1e6)
+    cycle = (1 << 23) / 64 * 4 / 528 / 1.755e9 * 1e6
+    expected = {"issue": 16, "fma": 4, "mma": 12.8, "shared": 16, "alu": 6}
+    for pipe, cycles in expected.items():
+        assert found.microseconds[pipe] == pytest.approx(cycles * cycle)
+    assert found.bound == "bytes"
+    assert found.reached == pytest.approx(0.92)
+    assert cells(text_of(*static.tables([found])), "bf16")[:3] == ["bf16", "512", "1.00"]

@@ -24,7 +24,7 @@ from kvcompile.codegen.cpu.shape import AttendShape
 from kvcompile.codegen.cpu.text import comment, join_sections, render
 from kvcompile.codegen.cpu.words import words_text
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
-from kvcompile.codegen.spec import KernelSpec
+from kvcompile.codegen.spec import MOST_QUERIES, KernelSpec
 
 MOST_CHUNK = 4096
 
@@ -202,6 +202,8 @@ class AttendGenerator:
                 f"a {spec.mask_dtype} mask with {spec.dtype} queries",
                 f"Convert the mask to fp32 or {spec.dtype}.",
             )
+        if spec.queries == "many":
+            return Unsupported("many query tokens on a CPU", f"At most {MOST_QUERIES} are printed.")
         if spec.softcap is not None or spec.sliding_window is not None:
             what = "a soft cap" if spec.softcap is not None else "a sliding window"
             return Unsupported(f"{what} on a CPU", "Only GPU kernels are printed with it.")

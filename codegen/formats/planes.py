@@ -32,6 +32,9 @@ HEADER_BYTES = 4 * HEADER_WORDS
 LARGEST_EXPONENT = 253
 """The largest whose inverse power of two is a normal fp32 number, 2^-126."""
 
+SMALLEST_EXPONENT = 16
+"""The smallest: its inverse, 2^111, can be multiplied by 2^16 still. Zeros have this one."""
+
 MINIMUM_UNIT = 2.0**-14
 """How a minimum of V counts beside the scales: 2^15 of their unit are an fp16 number."""
 
@@ -134,7 +137,9 @@ def join(shape: PartShape, channels: int, widths: tuple[int, ...], coded: Coded)
     if shape.role == "v":
         numbers += [group[1].abs() * MINIMUM_UNIT for group in coded.scales if len(group) > 1]
     largest = torch.stack([x.amax(dim=-1) for x in numbers]).amax(dim=0)
-    exponent = (largest.contiguous().view(torch.int32) >> 23).clamp(1, LARGEST_EXPONENT)
+    exponent = (largest.contiguous().view(torch.int32) >> 23).clamp(
+        SMALLEST_EXPONENT, LARGEST_EXPONENT
+    )
     parts = [exponent[..., None].expand(*exponent.shape, HEADER_WORDS)]
     found, low = [p.contiguous().view(torch.uint8) for p in parts], 0
     words = plane_shape(shape, channels, widths)

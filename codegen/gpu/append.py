@@ -19,7 +19,7 @@ from kvcompile.codegen.gpu.shape import (
     Piece,
     supports_records,
 )
-from kvcompile.codegen.gpu.text import Writer
+from kvcompile.codegen.gpu.text import Writer, jit
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import KernelSpec
 
@@ -38,7 +38,9 @@ class AppendGenerator:
         w(*append_glossary(shape), "", "import triton", "import triton.language as tl", "", "")
         for text in (*quantize.helpers(shape), *rope.turned_text(spec)):
             w(*text.splitlines(), "", "")
-        w("@triton.jit", f"def {spec.symbol}(")
+        varying = ["k_len", "v_len", "page_stride"]
+        varying += ["exact_stride", "exact_programs"] if spec.is_grouped else []
+        w(jit(varying), f"def {spec.symbol}(")
         w("    k_BKSD, k_sb, k_sh, k_st, k_len,", "    v_BKSD, v_sb, v_sh, v_st, v_len,")
         if spec.rope is not None:
             w(f"    {rope.PARAMETERS}")

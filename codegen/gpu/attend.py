@@ -8,20 +8,21 @@ quantized, are one more program, the last one.
 
 from __future__ import annotations
 
-from kvcompile.codegen.gpu import fragments, quantized, rope
+from kvcompile.codegen.gpu import fragments, quantized, rope, words
 from kvcompile.codegen.gpu.glossary import glossary
 from kvcompile.codegen.gpu.helpers import (
-    BITS,
+    LOWER,
     MINIMA,
     MINIMA_PTX,
     POWER,
     SCALES,
     SCALES_PTX,
+    UPPER,
     unpack_float_text,
     unpack_text,
 )
 from kvcompile.codegen.gpu.shape import LEAST_TILE, GpuShape, supports_records
-from kvcompile.codegen.gpu.text import Writer
+from kvcompile.codegen.gpu.text import Writer, jit
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import KernelSpec
 
@@ -45,8 +46,6 @@ class AttendGenerator:
                 f"{spec.head_dim_vo} channels in pages of {spec.page_size} tokens",
                 f"Choose a page_size of at least {LEAST_TILE * shape.tiles}.",
             )
-        if any(p.width < 16 for p in shape.k.pieces):
-            return Unsupported(f"{spec.k_format} K of {spec.head_dim_qk} channels", "")
         return Supported()
 
     def generate(self, spec: KernelSpec) -> KernelSource:
@@ -56,7 +55,7 @@ class AttendGenerator:
         w(*glossary(shape), "", "import triton", "import triton.language as tl", "", "")
         for text in _helpers(shape):
             w(*text.splitlines(), "", "")
-        w("@triton.jit", f"def {spec.symbol}(")
+        w(jit(fragments.varying(shape)), f"def {spec.symbol}(")
         w(*fragments.parameters(shape))
         with w.block("):"):
             _body(w, shape)
@@ -81,13 +80,17 @@ def _helpers(shape: GpuShape) -> list[str]:
         unpack_text(bits, ptx=ptx, dtype=dtype, raw=raw)
         for bits, raw in sorted(unpacked, reverse=True)
     ]
-    if any(not part.is_float for part in parts):
-        texts.append(BITS)
+    roles = {part.role for part in parts if not part.is_float}
+    is_plain = not (ptx and shape.is_fp16)
+    if roles and is_plain:
+        texts.append(UPPER)
+    if "v" in roles or (roles and is_plain):
+        texts.append(LOWER)
     if shape.is_fp16:
         texts.append(POWER)
-        if any(not part.is_float for part in parts):
+        if roles:
             texts.append(SCALES_PTX if ptx else SCALES)
-        if shape.k.is_grouped and not shape.k.is_float:
+        if "k" in roles:
             texts.append(MINIMA_PTX if ptx else MINIMA)
     return texts
 
@@ -98,12 +101,10 @@ def _body(w: Writer, shape: GpuShape) -> None:
     fragments.begin(w, shape)
     if not shape.spec.is_grouped:
         block = shape.block_tokens
-        fragments.exact_pages(
-            w, shape, lambda slots: fragments.attend_words(w, shape, slots, block, "")
-        )
+        words.exact_pages(w, shape, lambda slots: words.attend_words(w, shape, slots, block, ""))
     else:
         with w.block("if split < splits - 1:"):
             quantized.pages(w, shape)
         with w.block("else:"):
-            fragments.window_pages(w, shape)
+            words.window_pages(w, shape)
     fragments.store_partial(w, shape)

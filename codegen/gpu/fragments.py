@@ -2,19 +2,18 @@
 
 Letters of a program: M rows of queries, N tokens of a tile, W channels of a piece. Scores are in
 units of log2, so that weights are powers of two. What no query sees has the score -inf; the running
-maximum begins at -1e30, so that it is finite and the weight of what is not seen is 0.
+maximum begins at a finite `LOWEST_SCORE`, so that the weight of what is not seen is 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcompile.codegen.formats import TILE, Role
 from kvcompile.codegen.gpu import rope
 from kvcompile.codegen.gpu.shape import (
-    EXACT_TILE,
+    LOWEST_LSE,
+    LOWEST_SCORE,
     POINTER_TYPE,
     ROLES,
     TRITON_TYPE,
@@ -43,6 +42,16 @@ def parameters(shape: GpuShape) -> list[str]:
     if shape.has_blocks:
         lines.append("num_kv_heads, query_len,")
     return [f"    {line}" for line in lines]
+
+
+def varying(shape: GpuShape) -> list[str]:
+    """Return the parameters that change from call to call."""
+    spec = shape.spec
+    found = ["page_stride"]
+    found += ["exact_stride"] if spec.is_grouped else []
+    found += ["m_sb", "m_sh", "m_ss"] if spec.mask in ("bool", "additive") else []
+    found += ["query_len"] if shape.has_blocks else []
+    return found
 
 
 def rows(w: Writer, shape: GpuShape) -> None:
@@ -109,10 +118,14 @@ def within(piece: Piece, count: int) -> str:
 def begin(w: Writer, shape: GpuShape) -> None:
     """Begin with no weight."""
     block = shape.block_rows
-    w(f"m = tl.full([{block}], -1e30, tl.float32)")
+    w(f"m = tl.full([{block}], {LOWEST_SCORE}, tl.float32)")
     if shape.has_sums:
         w(f"sums = tl.zeros([{block}, {shape.sum_columns}], tl.float32)")
-        w(f"column = tl.arange(0, {shape.sum_columns})[None, :]")
+        if shape.has_minimum_columns:
+            w(f"column = tl.arange(0, {shape.sum_columns})[None, :]")
+        elif shape.has_minima:
+            for group in range(shape.v.groups):
+                w(f"low_sums{group} = tl.zeros([{block}, 8], tl.float32)")
     else:
         w(f"l = tl.zeros([{block}], tl.float32)")
     for piece in shape.v.pieces:
@@ -122,126 +135,23 @@ def begin(w: Writer, shape: GpuShape) -> None:
     w("")
 
 
-def exact_pages(w: Writer, shape: GpuShape, attend_tile: Callable[[str], None]) -> None:
-    """Go over pages of exact words.
-
-    Args:
-        w: The module.
-        shape: Its numbers.
-        attend_tile: Prints what is done with a tile, given its slots in the page.
-    """
-    size, block = shape.spec.page_size, shape.block_tokens
-    w("# the pages of this split")
-    w(
-        f"per_split = tl.cdiv(tl.cdiv(stored, {size}), splits) * {size}",
-        "begin = split * per_split",
-        "end = tl.minimum(begin + per_split, stored)",
-        f"n = tl.arange(0, {block})",
-    )
-    if shape.spec.sliding_window is not None:
-        w(f"begin = tl.maximum(begin, tl.maximum(first_seen, 0) // {block} * {block})")
-    table = "page_BN + b * page_stride"
-    w(f"page = tl.load({table} + begin // {size}, mask=begin < end, other=0)")
-    with w.block(f"for t in range(begin, end, {block}):"):
-        point_to_record(w, shape)
-        w(
-            f"page = tl.load({table} + (t + {block}) // {size}, mask=t + {block} < end, other=0)"
-            "  # one ahead"
-        )
-        slots = "n" if block == size else f"t % {size} + n"
-        w("tokens = t + n", "live = tokens < end")
-        attend_tile(f"({slots})[:, None]")
-
-
-def attend_words(w: Writer, shape: GpuShape, slots: str, block: int, k_live: str) -> None:
-    """Attend to a tile of exact words.
-
-    Args:
-        w: The module.
-        shape: Its numbers.
-        slots: The slots of the page, along the rows.
-        block: Tokens of the tile.
-        k_live: Condition on the tokens whose keys may be loaded, if not all may be.
-    """
-    load_words(w, shape, "k", slots, k_live)
-    scores(w, shape, "q", "x", exact=True)
-    units = finish_scores(w, shape, "x", EXACT_UNITS)
-    mask(w, shape, "x", "tokens", "live")
-    online_softmax(w, ["x"], ["p"], units)
-    load_words(w, shape, "v", slots, "live")
-    accumulate(w, shape, block)
-
-
-def window_pages(w: Writer, shape: GpuShape) -> None:
-    """Go over sinks and ring, which lie in exact pages."""
-    spec, size, block = shape.spec, TILE, EXACT_TILE
-    window = shape.layout.window
-    assert window is not None
-    sinks, ring_slot = window.num_sink_tokens, window.sink_pages * TILE - window.num_sink_tokens
-    w("# the exact pages: sinks, then the ring")
-    w(
-        f"sinks = tl.minimum(stored, {sinks})",
-        f"quantized = tl.minimum(tl.load(quantized_B + b) * {spec.page_size}, stored - sinks)",
-        f"ring_slot = {ring_slot} - tl.load(ring_from_B + b) * {spec.page_size}",
-        f"j = tl.arange(0, {block})",
-    )
-    with w.block(f"for t in tl.range(0, stored - quantized, {block}, num_stages=1):"):
-        w(
-            "tokens = tl.where(t + j < sinks, t + j, t + j + quantized)",
-            "live = tokens < stored",
-            "slots = tl.where(t + j < sinks, tokens, ring_slot + tokens)",
-            f"page = tl.load(exact_BN + b * exact_stride + slots // {size}, mask=live, other=0)",
-        )
-        point_to_record(w, shape, exact=True)
-        attend_words(w, shape, f"(slots % {size})[:, None]", block, "live")
-
-
-def load_words(
-    w: Writer,
-    shape: GpuShape,
-    role: Role,
-    slots: str,
-    live: str,
-    pieces: Sequence[Piece] | None = None,
+def point_to_record(
+    w: Writer, shape: GpuShape, *, exact: bool = False, header: bool = False
 ) -> None:
-    """Load a tile of exact words of K or V, in the pieces of its part.
-
-    Args:
-        w: The module.
-        shape: Its numbers.
-        role: K or V.
-        slots: The slots of the page, along the rows.
-        live: Condition on the tokens, if not all may be loaded.
-        pieces: The pieces, if they are others.
-    """
-    beside = shape.spec.is_grouped
-    part = shape.part(role, exact=beside)
-    words, wanted = part.name, shape.product_type(role, exact=beside)
-    pointer = place(words, part.offset)
-    w(f"{role}_words = {f'({pointer})[:, None]' if beside else pointer}")
-    cast = "" if wanted == words else f".to({TRITON_TYPE[wanted]})"
-    for piece in pieces or (shape.k.pieces if role == "k" else shape.v.pieces):
-        inside = within(piece, part.channels)
-        seen = " & ".join(x for x in (f"{live}[:, None]" if live else "", inside) if x)
-        masked = f", mask={seen}, other=0.0" if seen else ""
-        w(
-            f"{role}{piece.name} = tl.load({role}_words + {slots} * {part.channels} + "
-            f"{channels(piece)}{masked}){cast}"
-        )
-
-
-def point_to_record(w: Writer, shape: GpuShape, *, exact: bool = False) -> None:
     """Name the record of a page, as a pointer to each type of what lies in it.
 
     Args:
         w: The module.
         shape: Its numbers.
         exact: Whether it is the record of an exact page beside quantized ones.
+        header: Whether the headers of its parts are needed too.
     """
     layout = shape.layout.exact if exact else shape.layout
     w(f"record = page + h * {layout.record_bytes}")
     parts = [shape.part(role, exact=exact) for role in ROLES]
     types = dict.fromkeys(name for part in parts for name in part.types)
+    if header:
+        types["int32"] = None
     for name in types:
         w(f"as_{name} = tl.multiple_of(record.to(tl.pointer_type({POINTER_TYPE[name]})), 16)")
 
@@ -275,9 +185,7 @@ def scores(
     """
     role_type = shape.product_type("k", exact=shape.spec.is_grouped and exact and beside)
     ieee = ', input_precision="ieee"' if role_type == "fp32" else ""
-    cast = ""
-    if exact and role_type == "fp32" and shape.spec.dtype != "fp32":
-        cast = ".to(tl.float32)"
+    cast = ".to(tl.float32)" if role_type == "fp32" and shape.spec.dtype != "fp32" else ""
     for i, piece in enumerate(shape.k.pieces):
         name = piece.name
         before = f", {x}" if i else ""
@@ -365,17 +273,26 @@ def mask(w: Writer, shape: GpuShape, x: str, tokens: str, live: str) -> None:
         if spec.mask == "bool":
             seen.append("(given != 0)")
         else:
-            w(f"{x} += given.to(tl.float32) * {LOG2E!r}")
+            seen.append('(given > -float("inf"))')
+            w(
+                "given = given.to(tl.float32)",
+                f"{x} = tl.maximum({x} + given * {LOG2E!r}, {LOWEST_SCORE})",
+            )
     if seen:
         w(f'{x} = tl.where({" & ".join(seen)}, {x}, -float("inf"))')
 
 
-def online_softmax(w: Writer, x: list[str], p: list[str], units: Units) -> None:
-    """Turn scores into weights relative to the running maximum; a shrinks what there was."""
+def online_softmax(w: Writer, shape: GpuShape, x: list[str], p: list[str], units: Units) -> None:
+    """Turn scores into weights relative to the running maximum; a shrinks what there was.
+
+    The running maximum is kept `weight_bits` too low, and weights are that much larger.
+    """
     largest = x[0]
     for name in x[1:]:
         largest = f"tl.maximum({largest}, {name})"
     largest = units.of_row(f"tl.max({largest}, 1)")
+    if shape.weight_bits:
+        largest += f" - {float(shape.weight_bits)}"
     w(f"m_next = tl.maximum(m, {largest})", "a = tl.exp2(m - m_next)", "m = m_next")
     below = "m"
     if units.offset:
@@ -390,7 +307,7 @@ def accumulate(w: Writer, shape: GpuShape, block: int, value: str = "v") -> None
     wanted = shape.product_type("v", exact=shape.spec.is_grouped)
     if shape.has_sums:
         ones = f"tl.where(column < {shape.sum_columns // 2}, 1.0, 0.0)"
-        if not shape.has_minima:
+        if not shape.has_minimum_columns:
             ones = f"tl.full([1, {shape.sum_columns}], 1.0, tl.float32)"
         sum_type = TRITON_TYPE[wanted]
         w(
@@ -409,7 +326,7 @@ def accumulate(w: Writer, shape: GpuShape, block: int, value: str = "v") -> None
 def store_partial(w: Writer, shape: GpuShape) -> None:
     """Store the normalised output and its log2-sum-exp; of nothing it is -inf."""
     w("", "# store_partial")
-    if shape.has_minima:
+    if shape.has_minimum_columns:
         half = shape.sum_columns // 2
         each = half // shape.minimum_groups
         w(f"l = tl.sum(tl.where(column < {half}, sums, 0.0), 1) * {1 / half!r}")
@@ -419,11 +336,17 @@ def store_partial(w: Writer, shape: GpuShape) -> None:
             w(f"c{group} = tl.sum(tl.where({inside}, sums, 0.0), 1) * {1 / each!r}")
     elif shape.has_sums:
         w(f"l = tl.sum(sums, 1) * {1 / shape.sum_columns!r}")
+        for group in range(shape.v.groups if shape.has_minima else 0):
+            w(f"c{group} = tl.sum(low_sums{group}, 1) * 0.125")
     w(
         "some = l > 0",
         "over_l = (1.0 / tl.where(some, l, 1.0))[:, None]",
         "row = ((b * num_kv_heads + h) * rows + r) * splits + split",
         'lse = tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), -float("inf"))',
+    )
+    if shape.spec.mask == "additive":
+        w(f"lse = tl.where(some & (m == {LOWEST_SCORE}), {LOWEST_LSE} * l, lse)")
+    w(
         "tl.store(lse_RN + row, lse, mask=r < rows)",
     )
     count = shape.out_channels

@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvcompile.codegen.formats import TILE
 from kvcompile.codegen.gpu.fragments import channels, place, point_to_record, within
 from kvcompile.codegen.gpu.glossary import gather_glossary
-from kvcompile.codegen.gpu.helpers import BITS
+from kvcompile.codegen.gpu.helpers import LOWER, UPPER
 from kvcompile.codegen.gpu.shape import (
     ROLES,
     GpuShape,
@@ -17,7 +17,7 @@ from kvcompile.codegen.gpu.shape import (
     Piece,
     supports_records,
 )
-from kvcompile.codegen.gpu.text import Writer
+from kvcompile.codegen.gpu.text import Writer, jit
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import KernelSpec
 
@@ -35,8 +35,11 @@ class GatherGenerator:
         w = Writer()
         w(*gather_glossary(shape), "", "import triton", "import triton.language as tl", "", "")
         if any(part.is_grouped and not part.is_float for part in (shape.k, shape.v)):
-            w(*BITS.splitlines(), "", "")
-        w("@triton.jit", f"def {spec.symbol}(")
+            for text in (UPPER, LOWER):
+                w(*text.splitlines(), "", "")
+        varying = ["k_sb", "k_sh", "k_end", "v_sb", "v_sh", "v_end", "page_stride", "begin"]
+        varying += ["exact_stride"] if spec.is_grouped else []
+        w(jit(varying), f"def {spec.symbol}(")
         w("    k_BKTD, k_sb, k_sh, k_st, k_end,", "    v_BKTD, v_sb, v_sh, v_st, v_end,")
         w("    page_BN, page_stride, starts_B, begin,")
         if spec.is_grouped:

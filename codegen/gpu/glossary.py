@@ -89,7 +89,7 @@ def window_lines(shape: GpuShape) -> list[str]:
 def glossary(shape: GpuShape) -> list[str]:
     """Return the lines of the docstring of an attend module."""
     spec = shape.spec
-    queries = "1" if shape.is_one else "1..16"
+    queries = {"one": "1", "few": "1..16", "many": "any number of", None: ""}[spec.queries]
     masks = {
         "none": "none: every stored token is visible",
         "causal": "query token s sees the tokens t <= s",

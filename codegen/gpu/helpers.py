@@ -138,14 +138,15 @@ def unpack_float_text(*, ptx: bool, dtype: str) -> str:
     )
 
 
-BITS = """@triton.jit
+UPPER = """@triton.jit
 def upper(words):
     # the bf16 number in the upper half of each word
     return (words & -65536).to(tl.float32, bitcast=True)
+"""
 
-
-@triton.jit
+LOWER = """@triton.jit
 def lower(words):
+    # the bf16 number in the lower half of each word
     return (words << 16).to(tl.float32, bitcast=True)
 """
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvcompile.codegen.gpu import fragments
+from kvcompile.codegen.gpu import fragments, words
 from kvcompile.codegen.gpu.glossary import latent_glossary
 from kvcompile.codegen.gpu.shape import GpuShape, Part, supports_records
-from kvcompile.codegen.gpu.text import Writer
+from kvcompile.codegen.gpu.text import Writer, jit
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import KernelSpec
 
@@ -41,6 +41,11 @@ class LatentShape(GpuShape):
         return min(self.spec.page_size, LATENT_TILE)
 
 
+def shape_of(spec: KernelSpec) -> GpuShape:
+    """Return the numbers of a kernel that attends."""
+    return LatentShape(spec) if spec.op == "attend_latent" else GpuShape(spec)
+
+
 class LatentGenerator:
     """Prints attend_latent kernels."""
 
@@ -57,14 +62,14 @@ class LatentGenerator:
         shape = LatentShape(spec)
         w = Writer()
         w(*latent_glossary(shape), "", "import triton", "import triton.language as tl", "", "")
-        w("@triton.jit", f"def {spec.symbol}(")
+        w(jit(fragments.varying(shape)), f"def {spec.symbol}(")
         w(*fragments.parameters(shape))
         with w.block("):"):
             fragments.rows(w, shape)
             fragments.load_query(w, shape)
             _load_rotating_query(w, shape)
             fragments.begin(w, shape)
-            fragments.exact_pages(w, shape, lambda slots: _attend_tile(w, shape, slots))
+            words.exact_pages(w, shape, lambda slots: _attend_tile(w, shape, slots))
             fragments.store_partial(w, shape)
         return KernelSource(spec, w.text)
 
@@ -84,14 +89,14 @@ def _load_rotating_query(w: Writer, shape: LatentShape) -> None:
 def _attend_tile(w: Writer, shape: LatentShape, slots: str) -> None:
     """Attend to a tile of tokens."""
     # A latent of a token that is not stored may be NaN, and weighs 0: it is not loaded.
-    fragments.load_words(w, shape, "k", slots, "live")
+    words.load_words(w, shape, "k", slots, "live")
     fragments.scores(w, shape, "q", "x", exact=True)
     rotating = shape.part("v")
-    fragments.load_words(w, shape, "v", slots, "live", pieces=rotating.pieces)
+    words.load_words(w, shape, "v", slots, "live", pieces=rotating.pieces)
     ieee = ', input_precision="ieee"' if shape.product_type("v") == "fp32" else ""
     for piece in rotating.pieces:
         w(f"x = tl.dot(r{piece.name}, v{piece.name}.T, x{ieee})")
     units = fragments.finish_scores(w, shape, "x", fragments.EXACT_UNITS)
     fragments.mask(w, shape, "x", "tokens", "live")
-    fragments.online_softmax(w, ["x"], ["p"], units)
+    fragments.online_softmax(w, shape, ["x"], ["p"], units)
     fragments.accumulate(w, shape, shape.block_tokens, value="k")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvcompile.codegen.gpu.shape import TRITON_TYPE
-from kvcompile.codegen.gpu.text import Writer
+from kvcompile.codegen.gpu.shape import LOWEST_LSE, TRITON_TYPE
+from kvcompile.codegen.gpu.text import Writer, jit
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import MergeSpec
 
@@ -29,7 +29,8 @@ class MergeGenerator:
             "out = sum of 2^(lse - max) partial / sum of 2^(lse - max), over splits",
             "",
             "out_RND    fp32, one row per query head and token, one partial output per split",
-            "lse_RN     fp32; -inf for a split without tokens, whose partial output is not read",
+            "lse_RN     fp32; -inf for a split without tokens, whose partial output is not read;",
+            f"           {LOWEST_LSE} times its sum of weights for one of lowest scores alone",
             f"out_BHSD   {spec.dtype}; strides in elements, the last one is 1",
             f"rows       of a KV head: {group} query heads of each query token",
             "grid       R, rows of all KV heads of all rows of the batch",
@@ -39,7 +40,7 @@ class MergeGenerator:
             "import triton.language as tl",
             "",
             "",
-            "@triton.jit",
+            jit(["splits", "rows"]),
             f"def {spec.symbol}(",
             "    out_RND, lse_RN, splits,",
             "    out_BHSD, o_sb, o_sh, o_ss,",
@@ -55,8 +56,9 @@ class MergeGenerator:
                 f"n = tl.arange(0, {spec.most_splits})",
                 f"d = tl.arange(0, {width})",
                 'lse = tl.load(lse_RN + row * splits + n, mask=n < splits, other=-float("inf"))',
-                "m = tl.maximum(tl.max(lse, 0), -1e30)",
-                "weight = tl.exp2(lse - m)",
+                f"m = tl.maximum(tl.max(lse, 0), {LOWEST_LSE / 10})",
+                f'lowest = tl.where(lse > -float("inf"), lse * {1 / LOWEST_LSE}, 0.0)',
+                f"weight = tl.where(m > {LOWEST_LSE / 10}, tl.exp2(lse - m), lowest)",
                 f"some = (weight > 0)[:, None]{inside}",
                 f"at = (row * splits + n)[:, None] * {dim} + d[None, :]",
                 "partial = tl.load(out_RND + at, mask=some, other=0.0)",

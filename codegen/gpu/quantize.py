@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcompile.codegen.formats import TILE
-from kvcompile.codegen.formats.planes import LARGEST_EXPONENT
+from kvcompile.codegen.formats.planes import LARGEST_EXPONENT, SMALLEST_EXPONENT
 from kvcompile.codegen.gpu import rope
 from kvcompile.codegen.gpu.fragments import channels, place, point_to_record, within
 from kvcompile.codegen.gpu.shape import ROLES, TRITON_TYPE, GpuShape, Part, Piece
@@ -90,7 +90,7 @@ def page(w: Writer, shape: GpuShape) -> None:
         f"exact = exact_page + h * {shape.layout.exact.record_bytes}",
         "page = tl.load(page_BN + b * page_stride + number)",
     )
-    point_to_record(w, shape)
+    point_to_record(w, shape, header=True)
     w(*rope.angle_rows(spec, "new"))
     for role in ROLES:
         part = shape.part(role)
@@ -276,7 +276,7 @@ def _exponent(w: Writer, *, first: bool) -> None:
 def _store_exponent(w: Writer, part: Part) -> None:
     w(
         "exponent = largest_scale.to(tl.int32, bitcast=True) >> 23",
-        f"exponent = tl.minimum(tl.maximum(exponent, 1), {LARGEST_EXPONENT})",
+        f"exponent = tl.minimum(tl.maximum(exponent, {SMALLEST_EXPONENT}), {LARGEST_EXPONENT})",
         f"tl.store({place('int32', part.offset)} + tl.arange(0, 4), exponent)",
     )
 

@@ -20,8 +20,12 @@ from kvcompile.codegen.gpu.shape import TRITON_TYPE, GpuShape, Part, Piece
 if TYPE_CHECKING:
     from kvcompile.codegen.gpu.text import Writer
 
-FLOAT8_UNIT = 256.0
-"""By this unpacked e4m3 numbers are divided."""
+FLOAT8_BITS = 8
+"""Unpacked e4m3 numbers are divided by 2 to this power."""
+
+QUERY_ROOM_BITS = 11
+"""By 2 to this power scaled queries are larger, so that fp16 holds those of small scales with all
+their bits. Below 4 are query and scale, at most, and 65504 is the largest fp16 number."""
 
 
 def pages(w: Writer, shape: GpuShape) -> None:
@@ -46,7 +50,7 @@ def pages(w: Writer, shape: GpuShape) -> None:
         w("unit = tl.full((), 1, tl.int32)")
     w(f"page = tl.load({table} + begin, mask=begin < end, other=0)")
     with w.block("for i in range(begin, end):"):
-        fragments.point_to_record(w, shape)
+        fragments.point_to_record(w, shape, header=shape.is_fp16)
         w(f"page = tl.load({table} + i + 1, mask=i + 1 < end, other=0)  # one ahead")
         _page(w, shape, sinks)
 
@@ -61,7 +65,8 @@ def _scaled_query(w: Writer, shape: GpuShape) -> None:
     for piece in shape.k.pieces:
         name = piece.name
         w(f"qh{name} = (q{name}.to(tl.float32) * power(254 - q_exponent)[:, None]).to(tl.float16)")
-    w("q_scale_log2 = power(q_exponent) * scale_log2")
+    room = "" if shape.k.is_float else f" * {2.0**-QUERY_ROOM_BITS}"
+    w(f"q_scale_log2 = power(q_exponent) * scale_log2{room}")
 
 
 def _page(w: Writer, shape: GpuShape, sinks: int) -> None:
@@ -82,7 +87,7 @@ def _page(w: Writer, shape: GpuShape, sinks: int) -> None:
         if needs_tokens:
             w(f"tokens = {sinks + i * shape.tile_tokens} + i * {spec.page_size} + n")
             fragments.mask(w, shape, x, "tokens", "")
-    fragments.online_softmax(w, xs, ps, left)
+    fragments.online_softmax(w, shape, xs, ps, left)
     if shape.v.is_grouped:
         _load_codes(w, shape, shape.v, tiles)
         _accumulate(w, shape, tiles)
@@ -93,7 +98,12 @@ def _page(w: Writer, shape: GpuShape, sinks: int) -> None:
 
 
 def _unit(part: Part) -> str:
-    return f" * {FLOAT8_UNIT}" if part.is_float else ""
+    return f" * {2.0**FLOAT8_BITS}" if part.is_float else ""
+
+
+def _query_bits(part: Part) -> int:
+    """Return by which power of two a query with the scales of K is larger."""
+    return FLOAT8_BITS if part.is_float else QUERY_ROOM_BITS
 
 
 def _load_codes(w: Writer, shape: GpuShape, part: Part, tiles: list[str]) -> None:
@@ -154,11 +164,14 @@ def _k_scales(w: Writer, shape: GpuShape) -> None:
     w(f"k_scales = {place(part.scale_type, part.scales_offset)}")
     if shape.is_fp16:
         w(f"k_exponent = tl.max(tl.load({place('int32', part.offset)} + tl.arange(0, 1)), 0)")
-        w(f"over_unit = power(254 - k_exponent){_unit(part)}")
+        # Exponents of parts begin at 16, so that there is room above 254.
+        w(f"over_unit = power({254 + _query_bits(part)} - k_exponent)")
+    together = _load_k_scales_together(w, shape)
     for i, piece in enumerate(part.pieces):
-        begin = f"{piece.offset} + " if piece.offset else ""
-        load = f"tl.load(k_scales + {begin}tl.arange(0, {piece.width}))"
-        w(f"{part.scale_name} = {load}")
+        if not together:
+            begin = f"{piece.offset} + " if piece.offset else ""
+            load = f"tl.load(k_scales + {begin}tl.arange(0, {piece.width}))"
+            w(f"{part.scale_name}{piece.name} = {load}")
         if shape.is_fp16:
             _scale_query(w, shape, piece, first=not i)
         else:
@@ -170,23 +183,47 @@ def _k_scales(w: Writer, shape: GpuShape) -> None:
             w(f"x_low = tl.max(low * scale_log2{raw}, 1)")
 
 
+def _load_k_scales_together(w: Writer, shape: GpuShape) -> bool:
+    """Load the scales of all pieces of K by one copy, if one warp has them and can divide them.
+
+    Each copy takes a warp about 10 instructions, and 128 words need no more than one.
+    """
+    part, count = shape.k, len(shape.k.pieces)
+    widths = {piece.width for piece in part.pieces}
+    divides = count > 1 and not count & (count - 1) and len(widths) == 1
+    if not shape.is_one_warp or part.is_float or not divides:
+        return False
+    (width,) = widths
+    halves = ", ".join("2" for _ in range(count.bit_length() - 1))
+    w(
+        f"words0 = tl.load(k_scales + tl.arange(0, {width})[:, None] + "
+        f"{width} * tl.arange(0, {count})[None, :]).reshape({width}, {halves})"
+    )
+    have = 1
+    while have < count:
+        for i in range(have):
+            w(f"words{i}, words{i + have} = tl.split(words{i})")
+        have *= 2
+    return True
+
+
 def _scale_codes(w: Writer, shape: GpuShape, piece: Piece) -> None:
-    low = "" if shape.k.is_float else " + lower(words)[None, :]"
-    scale = f"{_fp32_scale(shape.k)}[None, :]"
+    low = "" if shape.k.is_float else f" + lower(words{piece.name})[None, :]"
+    scale = f"{_fp32_scale(shape.k, piece.name)}[None, :]"
     for tile in shape.tile_names:
         name = f"k{piece.name}{tile}"
         w(f"{name} = {name} * {scale}{_unit(shape.k)}{low}")
 
 
-def _fp32_scale(part: Part, group: str = "") -> str:
+def _fp32_scale(part: Part, which: str) -> str:
     """Return the loaded scales of a part as fp32 numbers."""
-    name = part.scale_name + group
+    name = part.scale_name + which
     return f"{name}.to(tl.float32)" if part.is_float else f"upper({name})"
 
 
-def _fp16_scale(part: Part, over: str, group: str = "") -> str:
+def _fp16_scale(part: Part, over: str, which: str) -> str:
     """Return the loaded scales of a part over a unit, as fp16 numbers."""
-    name = part.scale_name + group
+    name = part.scale_name + which
     if part.is_float:
         return f"({name}.to(tl.float32) * {over}).to(tl.float16)"
     return f"half_scales({name}, {over})"
@@ -198,7 +235,7 @@ def _scale_query(w: Writer, shape: GpuShape, piece: Piece, *, first: bool) -> No
     if shape.is_raw:
         place_in_word = raw_place(part.widths[0], int(name) % part.planes.across)
         over += f" * {2.0**-place_in_word}" if place_in_word else ""
-    w(f"qs{name} = qh{name} * {_fp16_scale(part, over)}[None, :]")
+    w(f"qs{name} = qh{name} * {_fp16_scale(part, over, name)}[None, :]")
     if shape.is_raw:
         thousand = f"tl.full([{piece.width}, 8], 1024.0, tl.float16)"
         w(f"thousand = tl.dot(qs{name}, {thousand}{'' if first else ', thousand'})")
@@ -208,7 +245,7 @@ def _scale_query(w: Writer, shape: GpuShape, piece: Piece, *, first: bool) -> No
 
 def _minimum_scores(w: Writer, shape: GpuShape, name: str, width: int, *, first: bool) -> None:
     """Multiply the query with the minima of K, exactly: what all tokens of the page have."""
-    minimum = f"tl.broadcast_to(minima(words)[:, None], {width}, 8)"
+    minimum = f"tl.broadcast_to(minima(words{name})[:, None], {width}, 8)"
     before = "" if first else ", low"
     if shape.spec.dtype == "bf16":
         w(f"low = tl.dot(q{name}, {minimum}{before})")
@@ -247,15 +284,11 @@ def _accumulate(w: Writer, shape: GpuShape, tiles: list[str]) -> None:
             f"unit_next = tl.maximum(unit, tl.max(tl.load({header} + tl.arange(0, 1)), 0))",
             "a_o = a * power(tl.maximum(127 + unit - unit_next, 1))",
             "unit = unit_next",
-            f"over_unit = power(254 - unit){_unit(part)}",
+            f"over_unit = power({254 + (FLOAT8_BITS if part.is_float else 0)} - unit)",
         )
     shrink = "a_o" if shape.has_unit else "a"
     for i, tile in enumerate(tiles):
-        for g in range(part.groups):
-            offset = g * part.shape.page_size + i * size
-            begin = f"{offset} + " if offset else ""
-            load = f"tl.load(v_scales + {begin}n)"
-            w(f"{part.scale_name}{g} = {load}")
+        _load_v_scales(w, shape, i * size)
         _sums(w, shape, tile, first=not i)
         for g in range(part.groups):
             if shape.has_unit:
@@ -269,6 +302,20 @@ def _accumulate(w: Writer, shape: GpuShape, tiles: list[str]) -> None:
                 low = "" if part.is_float else f" + lower(words{g})[:, None]"
                 w(f"{value} = {value} * {_fp32_scale(part, str(g))}[:, None]{_unit(part)}{low}")
                 w(f'o{piece.name} = tl.dot(p{tile}, {value}, {before}, input_precision="ieee")')
+
+
+def _load_v_scales(w: Writer, shape: GpuShape, first: int) -> None:
+    """Load the scales of a tile of V, which begins with the token `first` of its page."""
+    part, page_size = shape.v, shape.spec.page_size
+    if shape.is_one_warp and part.groups == 2 and not part.is_float:
+        begin = f"{first} + " if first else ""
+        both = f"v_scales + {begin}n[:, None] + {page_size} * tl.arange(0, 2)[None, :]"
+        w(f"words0, words1 = tl.split(tl.load({both}))  # one copy of 128 bits per lane")
+        return
+    for g in range(part.groups):
+        offset = g * page_size + first
+        begin = f"{offset} + " if offset else ""
+        w(f"{part.scale_name}{g} = tl.load(v_scales + {begin}n)")
 
 
 def _accumulate_words(w: Writer, shape: GpuShape, tile: str, *, first: bool) -> None:
@@ -289,9 +336,14 @@ def _sums(w: Writer, shape: GpuShape, tile: str, *, first: bool) -> None:
         return
     triton_type, columns = TRITON_TYPE[shape.product_type("v")], shape.sum_columns
     w(f"ph = p{tile}.to({triton_type})")
-    if not shape.has_minima:
+    if not shape.has_minimum_columns:
         ones = f"tl.full([{shape.tile_tokens}, {columns}], 1.0, {triton_type})"
         w(f"sums = tl.dot(ph, {ones}, {'sums * a[:, None]' if first else 'sums'})")
+        for g in range(shape.v.groups if shape.has_minima else 0):
+            value = f"(lower(words{g}) * over_unit).to(tl.float16)[:, None]"
+            value = f"tl.broadcast_to({value}, {shape.tile_tokens}, 8)"
+            before = f"low_sums{g}{' * a_o[:, None]' if first else ''}"
+            w(f"low_sums{g} = tl.dot(ph, {value}, {before})")
         return
     half = columns // 2
     each = half // shape.minimum_groups

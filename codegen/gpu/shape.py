@@ -29,6 +29,14 @@ LEAST_ROWS = 16
 """Rows of the smallest tile that tensor cores multiply."""
 
 MOST_BLOCK_ROWS = 64
+LOWEST_SCORE = -1e30
+"""The running maximum begins here, and an additive mask takes no score further: tokens of the
+lowest finite masks are seen if nothing else is, all alike, as in eager attention."""
+
+LOWEST_LSE = -1e25
+"""Times the sum of its weights, what a split says whose scores are all lowest: beside -1e30 the
+logarithm of that sum would be lost."""
+
 LEAST_TILE = 16
 """Tokens of the smallest tile: as many as tensor cores contract."""
 
@@ -37,6 +45,9 @@ EXACT_TILE = 32
 
 MOST_EXACT_TILE = 64
 """Tokens of the largest tile of a page of exact words, so that three of them fit on a chip."""
+
+MOST_NUMBERS_OF_A_WARP = 64 * 128
+"""Numbers of K, or of V, of a quantized page that one warp multiplies without spilling."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,7 @@ class Part:
         """The types of what lies in it."""
         if not self.is_grouped:
             return [self.name]
-        return ["int16", "int32", *([self.scale_type] if self.is_float else [])]
+        return ["int16", self.scale_type]
 
     @property
     def scale_type(self) -> str:
@@ -229,6 +240,8 @@ class GpuShape:
     @property
     def block_rows(self) -> int:
         """Rows of a program."""
+        if self.spec.queries == "many":
+            return MOST_BLOCK_ROWS
         most = self.group if self.is_one else self.group * MOST_QUERIES
         return min(max(LEAST_ROWS, 1 << (most - 1).bit_length()), MOST_BLOCK_ROWS)
 
@@ -276,6 +289,16 @@ class GpuShape:
         return self.is_fp16 and self.spec.isa == "ptx" and single and part.token_planes == 1
 
     @property
+    def weight_bits(self) -> int:
+        """How many bits weights are larger than 1: fp16 holds more of small ones then.
+
+        With scales of V that are below 4, with those of e4m3 below 1024, they stay below 65504.
+        """
+        if self.product_type("v") != "fp16":
+            return 0
+        return 5 if self.v.is_grouped and self.v.is_float else 12
+
+    @property
     def has_unit(self) -> bool:
         """Whether the output is added up in units that change with the scales of V."""
         return self.is_fp16 and self.v.is_grouped
@@ -284,6 +307,28 @@ class GpuShape:
     def has_minima(self) -> bool:
         """Whether the minima of V are added up beside its codes."""
         return self.has_unit and not self.v.is_float
+
+    @property
+    def is_one_warp(self) -> bool:
+        """Whether a program is one warp: its registers hold an iteration over quantized pages.
+
+        Numbers of 32 bits and the output of many rows take too many. Words of two codes count
+        twice: 20 registers and more spill where words of four codes leave some.
+        """
+        if self.spec.isa != "ptx" or not self.is_fp16 or self.block_rows > LEAST_ROWS:
+            return False
+        numbers = self.block_tokens * max(self.k.channels, self.v.channels)
+        doubled = 2 if 8 in (*self.k.widths, *self.v.widths) else 1
+        return numbers * doubled <= MOST_NUMBERS_OF_A_WARP
+
+    @property
+    def has_minimum_columns(self) -> bool:
+        """Whether the minima of V are columns of the sums, and not products of their own.
+
+        These need fewer instructions and registers in one warp, whose operands stay in registers.
+        With several, each operand goes through shared memory.
+        """
+        return self.has_minima and not self.is_one_warp
 
     @property
     def has_sums(self) -> bool:
@@ -297,8 +342,8 @@ class GpuShape:
 
     @property
     def sum_columns(self) -> int:
-        """Columns of the sums: with minima, the first half adds weights, the others minima."""
-        return max(8, 2 * self.minimum_groups) if self.has_minima else 8
+        """Columns of the sums: with minima among them, the first half adds weights."""
+        return max(8, 2 * self.minimum_groups) if self.has_minimum_columns else 8
 
     def product_type(self, role: Role, *, exact: bool = False) -> DTypeName:
         """Return the type in which K or V is multiplied."""

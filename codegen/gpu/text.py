@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+
+def jit(varying: Sequence[str]) -> str:
+    """Return the decorator of a kernel.
+
+    Args:
+        varying: Parameters that change from call to call: Triton compiles a kernel anew for a
+            number that is 1 or a multiple of 16, unless it is told not to.
+    """
+    return f"@triton.jit(do_not_specialize={list(varying)!r})".replace("'", '"')
 
 
 class Writer:

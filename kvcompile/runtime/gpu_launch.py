@@ -8,29 +8,35 @@ them.
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from kvcompile.codegen.formats import TILE
-from kvcompile.codegen.gpu.compile import load
+from kvcompile.codegen.gpu.compile import load, out_of_room
+from kvcompile.codegen.gpu.schedule import Schedule, choose_splits
 from kvcompile.codegen.gpu.shape import GpuShape
 from kvcompile.codegen.spec import MOST_QUERIES, MergeSpec
 from kvcompile.runtime.device_tables import DeviceTables, number_on
 from kvcompile.runtime.rope import Rope
+from kvcompile.runtime.scheduling import (
+    ScheduledKernel,
+    read_override,
+    schedule_of,
+    tuned_schedule,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvcompile.codegen.formats import Role
     from kvcompile.codegen.layout import RecordLayout
     from kvcompile.codegen.spec import Compute, KernelSpec
     from kvcompile.runtime.page_table import PageTable
 
-MOST_SPLITS = 64
 PROCESSORS_OF_INTERPRETER = 8
-PROGRAMS_PER_PROCESSOR = 4
-"""Programs that keep a processor of a GPU busy while others wait for memory."""
+TUNING_CALLS = 20
 
 
 class GpuStore(Protocol):
@@ -109,7 +115,10 @@ def attend_launcher(
     spec: KernelSpec, mask_dtype: torch.dtype | None
 ) -> Callable[..., torch.Tensor]:
     """Return `launch.attend` for one kind of store, query and mask."""
-    kernel, shape = load(spec), GpuShape(spec)
+    override = read_override()
+    kernel = ScheduledKernel(load(spec), schedule_of(spec, override), out_of_room())
+    is_tuned = os.environ.get("KVCOMPILE_AUTOTUNE") != "1"
+    shape = GpuShape(spec)
     group, dim = shape.group, spec.head_dim_vo
 
     def launch(
@@ -121,6 +130,7 @@ def attend_launcher(
         kv_len: int,
         rope: Rope | None,
     ) -> torch.Tensor:
+        nonlocal kernel, is_tuned
         del causal
         batch, kv_heads, queries = store.batch, store.num_kv_heads, q.shape[2]
         heads = group * kv_heads
@@ -131,7 +141,9 @@ def attend_launcher(
         q = q if q.stride(3) == 1 else q.contiguous()
         rows = group * queries
         blocks = -(-rows // shape.block_rows)
-        splits = _splits(store, blocks, kv_len)
+        splits = _splits(store, spec, blocks, kv_len)
+        if override.splits is not None:
+            splits = max(override.splits, 2 if spec.is_grouped else 1)
         partial = torch.empty(
             (batch * heads * queries, splits, dim), dtype=torch.float32, device=q.device
         )
@@ -145,7 +157,10 @@ def attend_launcher(
         arguments += [partial, lse, scale * math.log2(math.e)]
         if shape.has_blocks:
             arguments += [kv_heads, queries]
-        kernel[(splits, kv_heads * blocks, batch)](*arguments)
+        grid = (splits, kv_heads * blocks, batch)
+        if not is_tuned and q.is_cuda and not torch.cuda.is_current_stream_capturing():
+            kernel, is_tuned = _tuned(spec, grid, arguments), True
+        kernel.launch(grid, *arguments)
         out = torch.empty((batch, queries, heads, dim), dtype=q.dtype, device=q.device)
         out = out.transpose(1, 2)
         merge = load(_merge_spec(spec, splits))
@@ -153,6 +168,27 @@ def attend_launcher(
         return out
 
     return launch
+
+
+def _tuned(spec: KernelSpec, grid: tuple[int, ...], arguments: Sequence[object]) -> ScheduledKernel:
+    """Return a kernel with the schedule that is the fastest for these arguments."""
+
+    def measure(schedule: Schedule) -> float:
+        options = {"num_warps": schedule.num_warps, "num_stages": schedule.num_stages}
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        try:
+            load(spec)[grid](*arguments, **options)
+            begin.record()
+            for _ in range(TUNING_CALLS):
+                load(spec)[grid](*arguments, **options)
+            end.record()
+        except out_of_room():
+            return math.inf
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+    device = f"{torch.cuda.get_device_name()}, grid {grid}"
+    return ScheduledKernel(load(spec), tuned_schedule(spec, device, measure), out_of_room())
 
 
 def _part(store: GpuStore, x: torch.Tensor | None, dim: int) -> tuple[list[object], int]:
@@ -208,17 +244,13 @@ def _mask(
     return [mask, *mask.stride()]
 
 
-def _splits(store: GpuStore, blocks: int, kv_len: int) -> int:
+def _splits(store: GpuStore, spec: KernelSpec, blocks: int, kv_len: int) -> int:
     """Return into how many partial outputs the tokens are split."""
     processors = PROCESSORS_OF_INTERPRETER
     if store.device.type == "cuda":
         processors = torch.cuda.get_device_properties(store.device).multi_processor_count
     programs = store.batch * store.num_kv_heads * blocks
-    wanted = -(-processors * PROGRAMS_PER_PROCESSOR // programs)
-    pages = -(-kv_len // store.layout.page_size)
-    splits = max(1, min(wanted, pages, MOST_SPLITS - 1))
-    # Sinks and ring are one more, the last one.
-    return splits if store.layout.window is None else splits + 1
+    return choose_splits(spec, processors=processors, programs=programs, kv_len=kv_len)
 
 
 def _merge_spec(spec: KernelSpec, splits: int) -> MergeSpec:

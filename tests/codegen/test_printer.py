@@ -95,4 +95,8 @@ def test_what_cannot_be_printed_is_refused_with_a_hint() -> None:
 
 
 def test_the_registry_is_complete() -> None:
-    assert set(registry) == {("cpu", op) for op in ("append", "attend", "gather", "linear")}
+    both = ("append", "attend", "gather")
+    assert set(registry) == {
+        *(("cpu", op) for op in (*both, "linear")),
+        *(("gpu", op) for op in (*both, "attend_latent", "merge_splits")),
+    }

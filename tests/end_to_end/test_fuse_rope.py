@@ -83,7 +83,7 @@ def test_fp32_gives_the_same_logits(name: str, kind: str, cache: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_tokens_as_the_unmodified_model(name: str) -> None:
     build, _ = MODELS[name]
-    assert_same_generation(build(), prompt(20), 30)
+    assert_same_generation(build(), prompt(20), 30, options={"fuse_rope": True})
 
 
 def test_inductor_rounds_where_the_kernels_do() -> None:

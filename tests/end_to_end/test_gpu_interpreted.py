@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 pytest.importorskip("triton")
 
 import kvcompile
+from kvcompile.reports import collect
 from kvcompile.runtime import launch
 from kvcompile.runtime.handle import KVTensor
 from tests.end_to_end.test_generate import left_padded
 from tests.support import triton_interpreter  # noqa: F401 -- repairs it before a kernel is loaded
 from tests.support.compiled import assert_same_generation, compiled, settings
-from tests.support.tiny_models import prompt, tiny_gpt2, tiny_llama
+from tests.support.tiny_models import prompt, tiny_gpt2, tiny_gptj, tiny_llama, tiny_neox
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -37,12 +39,24 @@ def layouts(cache: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("lengths", [[12], [5, 12]])
+@pytest.mark.parametrize("lengths", [[28], [20, 28]])
 def test_exact_pages_give_the_same_tokens(cache: str, lengths: list[int]) -> None:
+    """The second page of 32 tokens begins while decoding."""
     ids, mask = left_padded(lengths)
     model = tiny_llama(dtype=torch.float32)
-    result = assert_same_generation(model, ids, 24, attention_mask=mask, cache_implementation=cache)
+    result = assert_same_generation(model, ids, 8, attention_mask=mask, cache_implementation=cache)
     assert layouts(result.past_key_values) == {"gpu16"}
+
+
+@pytest.mark.parametrize(
+    ("build", "rope"), [(tiny_llama, "rope16"), (tiny_gptj, "rope8i"), (tiny_neox, "rope4")]
+)
+def test_q_and_k_turn_in_the_kernels(build: Callable[[], PreTrainedModel], rope: str) -> None:
+    with collect() as graphs:
+        assert_same_generation(build(), prompt(14), 5)
+    symbols = [symbol for site in graphs[-1].sites for symbol in site.kernels]
+    assert symbols
+    assert all(symbol.endswith(rope) for symbol in symbols)
 
 
 def test_beams_and_crops_are_edits_of_tables() -> None:

@@ -127,3 +127,17 @@ def test_masks_and_queries(name: str, mask: MaskKind, queries: int) -> None:
 @pytest.mark.parametrize("name", ["bf16", "int4"])
 def test_lengths_and_empty_splits(name: str, length: int) -> None:
     check(GpuCase(k=name), length=length, starts=(0, min(2, length - 1)), splits=5)
+
+
+@pytest.mark.parametrize("name", ["bf16", "int4"])
+def test_a_chunk_of_a_prompt(name: str) -> None:
+    """Many queries of which each sees the tokens up to its own: a mask says which."""
+    case = GpuCase(k=name, page_size=64, mask="bool", queries="many", group=3)
+    length, queries = 170, 70
+    k, v = tokens_of(case, 1, length)
+    pages = GpuPages(case, k, v, (5,))
+    q = torch.randn(1, queries, 6, 64).transpose(1, 2).to(case_dtype(case))
+    own = length - queries + torch.arange(queries)
+    mask = (torch.arange(length) <= own[:, None])[None, None]
+    out = attend(pages, q, splits=2, mask=mask)
+    assert worst_error(out, expected(pages, q, mask=mask)) < MOST_ERROR

@@ -14,6 +14,7 @@ from kvcompile.passes.base import PassOptions
 from kvcompile.passes.ir.program import Program
 from tests.support.programs import Pair, capture, past
 
+FUSING = PassOptions(isa="avx512", fuse_rope=True)
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 Found = Literal["half", "negative indices", "operands swapped", "interleaved", "viewed"]
@@ -122,7 +123,11 @@ class Turning(nn.Module):
 
 
 def program_of(
-    model: nn.Module, *, rotates: int = DIM, dtype: torch.dtype = torch.bfloat16, fuse: bool = True
+    model: nn.Module,
+    *,
+    rotates: int = DIM,
+    dtype: torch.dtype = torch.bfloat16,
+    options: PassOptions = FUSING,
 ) -> Program:
     """Return the program of a decode step of two tokens."""
     q, k, v = (torch.randn(2, h, 2, DIM).to(dtype) for h in (HEADS, KV_HEADS, KV_HEADS))
@@ -130,7 +135,6 @@ def program_of(
     dense = tuple(x.to(dtype) for x in past(7))
     for x in dense:
         torch._dynamo.maybe_mark_dynamic(x, 2)
-    options = PassOptions(isa="avx512", fuse_rope=fuse)
     return capture(model.eval(), q, k, v, dense, cos, sin, options=options)[0]
 
 
@@ -235,8 +239,16 @@ def test_what_is_written_to_meanwhile_is_left_alone() -> None:
     assert "what turns is written to" in remark
 
 
-def test_the_option_leaves_the_graph_alone() -> None:
-    program = program_of(Turning("half"), fuse=False)
+@pytest.mark.parametrize("fuse", [None, False])
+def test_on_a_cpu_it_has_to_be_asked_for(fuse: bool | None) -> None:
+    program = program_of(Turning("half"), options=PassOptions(isa="avx512", fuse_rope=fuse))
     assert said(program) == []
     assert program.ropes == {}
     assert any(str(n.target) == "aten.cat.default" for n in program.graph.nodes)
+
+
+@pytest.mark.parametrize("fuse", [None, True, False])
+def test_on_a_gpu_it_is_the_default(fuse: bool | None) -> None:
+    options = PassOptions(isa="avx512", gpu_devices=("cpu",), fuse_rope=fuse)
+    program = program_of(Turning("half"), options=options)
+    assert program.ropes == ({} if fuse is False else {0: Rotary(DIM)})

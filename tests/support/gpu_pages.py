@@ -55,6 +55,7 @@ class GpuCase:
     softcap: float | None = None
     sliding_window: int | None = None
     latent: bool = False
+    compute: Compute | None = None
 
     def __str__(self) -> str:
         return self.spec.symbol.removeprefix("attend_")
@@ -67,8 +68,8 @@ class GpuCase:
     @property
     def spec(self) -> KernelSpec:
         """The spec of the kernel."""
-        compute: Compute | None = None
-        if self.is_grouped:
+        compute = self.compute
+        if compute is None and self.is_grouped:
             compute = "fp32" if self.dtype == "fp32" else "fp16"
         return KernelSpec(
             op="attend_latent" if self.latent else "attend",
@@ -223,8 +224,8 @@ def attend(
     return out
 
 
-def expected(pages: GpuPages, q: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the float64 attention over what is stored."""
+def bias_of(pages: GpuPages, q: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return what is added to scores, float64 [B, H, S, T]: -inf where a token is not seen."""
     case = pages.case
     tokens, queries = torch.arange(pages.length), q.shape[2]
     seen = (tokens >= pages.starts[:, None])[:, None, None, :].expand(-1, 1, queries, -1)
@@ -238,7 +239,12 @@ def expected(pages: GpuPages, q: torch.Tensor, *, mask: torch.Tensor | None = No
         seen = seen & mask
     elif mask is not None:
         bias = bias + mask.double()
-    bias = torch.where(seen, bias, -math.inf)
+    return torch.where(seen, bias, -math.inf)
+
+
+def expected(pages: GpuPages, q: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the float64 attention over what is stored."""
+    case, bias = pages.case, bias_of(pages, q, mask)
     if case.latent:
         return attention(q.double(), torch.cat([pages.k, pages.v], -1), pages.k, mask=bias)
     if case.softcap is None:

@@ -1,8 +1,8 @@
 """Triton's interpreter, repaired: bf16 numbers, and the few PTX instructions we print.
 
-The interpreter keeps bf16 numbers as their bits, and multiplies those; it makes them by cutting
-fp32 numbers off, where every GPU rounds to nearest; it knows no inline assembly. The environment
-says TRITON_INTERPRET=1 from the first import of the tests on.
+The interpreter keeps bf16 numbers as their bits, and multiplies those; it rounds to them towards
+zero, and loses subnormal ones; it knows no inline assembly.
+The environment says TRITON_INTERPRET=1 from the first import of the tests on.
 """
 
 from __future__ import annotations
@@ -27,40 +27,33 @@ def _widened(handle: Any) -> Any:
     return interpreter.TensorHandle(numbers, tl.float32)
 
 
+_convert_float = interpreter._convert_float
+
+
+def _rounded(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Return the bits of the nearest bf16 numbers, even ones where two are as near."""
+    bits = numbers.view(np.uint32).astype(np.uint64)
+    nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(numbers), 0x7FFF, nearest).astype(np.uint16)
+
+
+def _convert(data: npt.NDArray[Any], source: Any, target: Any, rounding: Any) -> npt.NDArray[Any]:
+    """Return the bits of numbers of one type as another, bf16 ones rounded as hardware does."""
+    if source == tl.bfloat16 and target.primitive_bitwidth <= 32 and target.fp_mantissa_width > 7:
+        wide = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return wide.view(np.uint32) if target == tl.float32 else wide.astype(np.float16)
+    if target == tl.bfloat16 and source in (tl.float32, tl.float16):
+        kind = np.float32 if source == tl.float32 else np.float16
+        return _rounded(np.ascontiguousarray(data).view(kind).astype(np.float32))
+    converted: npt.NDArray[Any] = _convert_float(data, source, target, rounding)
+    return converted
+
+
 _create_dot = interpreter.InterpreterBuilder.create_dot
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
     return _create_dot(self, _widened(a), _widened(b), d, *options)
-
-
-def _nearest_bf16(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Return the bits of the nearest bf16 numbers, half to even; a NaN stays one."""
-    bits = np.ascontiguousarray(numbers).view(np.uint32)
-    rounded = bits + 0x7FFF + (bits >> 16 & 1)
-    return np.where(np.isnan(numbers), 0x7FC0, rounded >> 16).astype(np.uint16)
-
-
-_cast, _fp_to_fp = (
-    interpreter.InterpreterBuilder.cast_impl,
-    interpreter.InterpreterBuilder.create_fp_to_fp,
-)
-
-
-def _is_to_bf16(source: Any, kind: Any) -> bool:
-    return bool(source.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16)
-
-
-def _repaired_cast(self: Any, source: Any, kind: Any) -> Any:
-    if _is_to_bf16(source, kind):
-        return interpreter.TensorHandle(_nearest_bf16(source.data), tl.bfloat16)
-    return _cast(self, source, kind)
-
-
-def _repaired_fp_to_fp(self: Any, source: Any, kind: Any, rounding: Any) -> Any:
-    if _is_to_bf16(source, kind):
-        return interpreter.TensorHandle(_nearest_bf16(source.data), tl.bfloat16)
-    return _fp_to_fp(self, source, kind, rounding)
 
 
 def _halves(words: Words) -> npt.NDArray[np.float64]:
@@ -161,10 +154,9 @@ def _registers(lanes: npt.NDArray[Any]) -> int:
 
 def repair() -> None:
     """Put the repairs in place."""
+    interpreter._convert_float = _convert
     interpreter.InterpreterBuilder.create_dot = _dot
     interpreter.InterpreterBuilder.create_inline_asm = _inline_asm
-    interpreter.InterpreterBuilder.cast_impl = _repaired_cast
-    interpreter.InterpreterBuilder.create_fp_to_fp = _repaired_fp_to_fp
 
 
 repair()
