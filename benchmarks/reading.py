@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from kvcompile.codegen import artifacts
-from kvcompile.codegen.cpu import toolchain
+from kvcompile.codegen.cpu.compile import compile_text
+from kvcompile.codegen.cpu.isa import ISAS, detect_isa
 from kvcompile.runtime.page_table import HOLE
 from kvcompile.runtime.quantized_store import QuantizedStore
 from kvcompile.runtime.store import PagedStore
 
-FLAGS = ("-march=native",)
 LINE = 64
 TEXT = """
 // the sum of the words of `count` pages, each of `bytes` bytes, a multiple of 64
@@ -84,13 +82,8 @@ def new_reader(store: PagedStore) -> Callable[[], int]:
 
 
 def _library() -> ctypes.CDLL:
-    compiler = toolchain.find_compiler()
-    directory = artifacts.artifact_directory("read_pages", TEXT, compiler.version, *FLAGS)
-
-    def build(source: Path, library: Path) -> None:
-        toolchain.compile_shared(compiler, source, library, FLAGS)
-
-    library = ctypes.CDLL(str(artifacts.load_or_build(directory, TEXT, build)))
+    flags = ISAS[detect_isa()].flags
+    library = ctypes.CDLL(str(compile_text("read_pages", TEXT, flags)))
     library.read_pages.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3]
     library.read_pages.restype = ctypes.c_uint64
     return library

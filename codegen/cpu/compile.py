@@ -79,21 +79,29 @@ def load_source(source: KernelSource) -> Kernel[Any]:
         CompilerNotFoundError: It has to be compiled and there is no compiler.
         KernelCompilationError: The compiler failed, or its output cannot be loaded.
     """
-    flags = compiler_flags(source.spec)
+    spec = source.spec
+    return _open(spec, compile_text(spec.symbol, source.text, compiler_flags(spec)))
+
+
+def compile_text(name: str, text: str, flags: tuple[str, ...]) -> Path:
+    """Return the shared library of a C++ text, from the cache or compiled now.
+
+    Args:
+        name: What the folder in the cache begins with.
+        text: The source.
+        flags: Of the compiler, beside those of every kernel.
+
+    Raises:
+        CompilerNotFoundError: There is no compiler.
+        KernelCompilationError: The compiler failed, or the cache cannot be written.
+    """
     compiler = toolchain.find_compiler()
-    directory = artifacts.artifact_directory(
-        source.spec.symbol,
-        source.text,
-        compiler.version,
-        *compiler.command,
-        *toolchain.BASE_FLAGS,
-        *flags,
-    )
+    key = (text, compiler.version, *compiler.command, *toolchain.BASE_FLAGS, *flags)
 
-    def build(text: Path, library: Path) -> None:
-        toolchain.compile_shared(compiler, text, library, flags)
+    def build(source: Path, library: Path) -> None:
+        toolchain.compile_shared(compiler, source, library, flags)
 
-    return _open(source.spec, artifacts.load_or_build(directory, source.text, build))
+    return artifacts.load_or_build(artifacts.artifact_directory(name, *key), text, build)
 
 
 def _open(spec: S, library: Path) -> Kernel[S]:
