@@ -66,6 +66,26 @@ class Window:
         """Exact pages that hold the sinks."""
         return -(-self.num_sink_tokens // TILE)
 
+    def exact_pages(self, stored: int, ring_from: int, page_size: int) -> int:
+        """Return the exact pages of a row of `stored` tokens whose first pages are quantized.
+
+        Args:
+            stored: Tokens.
+            ring_from: The pages before the ring.
+            page_size: Tokens of each of them.
+        """
+        ring = stored - self.num_sink_tokens - ring_from * page_size
+        if ring > 0:
+            return self.sink_pages + -(-ring // TILE)
+        return -(-min(stored, self.num_sink_tokens) // TILE) if stored > 0 else 0
+
+    def most_exact_pages(self, page_size: int, new_len: int) -> int:
+        """Return the most exact pages that a row can have while `new_len` tokens are appended.
+
+        Before them, less than `page_size` tokens more than `residual_length` are in the ring.
+        """
+        return self.sink_pages + -(-(self.residual_length + page_size - 1 + new_len) // TILE)
+
 
 @dataclass(frozen=True)
 class RecordLayout:

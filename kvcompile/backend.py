@@ -69,6 +69,7 @@ def kvcompile(
         UnmatchedError: Under `strict`, something was not rewritten.
     """
     parsed = parse_options(options)
+    mode = mode or parsed.mode
     if torch.is_grad_enabled() and _requires_grad(gm):
         emit(
             Remark(
@@ -114,9 +115,11 @@ def kvcompile(
     with ThreadPoolExecutor(max_workers=1) as pool:
         kernels = pool.submit(_prepare, program)
         fakes = [n.meta["val"] for n in program.placeholders]
-        inner = _inner(program.module, fakes, parsed, mode)
-        kernels.result()
-    return Executor(program, inner)
+        on_gpu = any(plan.layout.order == "gpu16" for plan in program.plans.values())
+        inner = _inner(program.module, fakes, parsed, mode, records=not on_gpu)
+        kernels_found = kernels.result()
+    records = kernels_found and _mode_options(mode).get(RECORDS, False)
+    return Executor(program, inner, records=records)
 
 
 def compile(model: nn.Module, **options: Any) -> Any:
@@ -169,10 +172,10 @@ def _requires_grad(gm: fx.GraphModule) -> bool:
     return any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)
 
 
-def _prepare(program: Program) -> None:
-    """Compile the kernels that the program needs, each once."""
-    for spec in dict.fromkeys(use.spec for use in program.kernels):
-        launch.prepare(spec)
+def _prepare(program: Program) -> bool:
+    """Compile the kernels that the program needs, each once; return whether all can be had."""
+    found = [launch.prepare(spec) for spec in dict.fromkeys(use.spec for use in program.kernels)]
+    return all(found)
 
 
 def _as_written(gm: fx.GraphModule, options: CacheOptions, mode: str | None) -> Compiled:
@@ -181,18 +184,42 @@ def _as_written(gm: fx.GraphModule, options: CacheOptions, mode: str | None) -> 
     return with_dense_inputs(gm, _inner(gm, inputs, options, mode))
 
 
+RECORDS = "triton.cudagraphs"
+"""Inductor's name for recording CUDA graphs, as its modes give it."""
+
+
+def _mode_options(mode: str | None) -> dict[str, Any]:
+    """Return what a mode of Inductor's stands for."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode)) if mode else {}
+
+
 def _inner(
-    gm: fx.GraphModule, inputs: list[Any], options: CacheOptions, mode: str | None
+    gm: fx.GraphModule,
+    inputs: list[Any],
+    options: CacheOptions,
+    mode: str | None,
+    *,
+    records: bool = True,
 ) -> Compiled:
-    """Compile what is left of the graph with the inner backend."""
+    """Compile what is left of the graph with the inner backend.
+
+    Args:
+        gm: The graph.
+        inputs: What it is compiled for.
+        options: They name the backend.
+        mode: Inductor's mode.
+        records: Whether Inductor may record CUDA graphs; those of a rewritten graph are ours,
+            because its states change on the host.
+    """
     if options.inner_backend == "eager":
         return gm.forward
     if options.inner_backend == "inductor":
-        from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
-        patches = list_mode_options(mode) if mode else None
-        return cast("Compiled", compile_fx(gm, inputs, config_patches=patches))
+        patches = _mode_options(mode) | ({} if records else {RECORDS: False})
+        return cast("Compiled", compile_fx(gm, inputs, config_patches=patches or None))
     return lookup_backend(options.inner_backend)(gm, inputs)
 
 

@@ -15,6 +15,7 @@ KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "int8", "int4", "int3", "int2", "int1"
 COMPUTE_DTYPES = ("auto", "int8", "fp32")
 PAGE_SIZES = (16, 32, 64, 128)
 INNER_BACKENDS = ("inductor", "aot_eager", "eager")
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ALIASES = {"block_size": "page_size", "group_size": "q_group_size"}
 
 
@@ -53,6 +54,9 @@ class CacheOptions:
         strict: Raise the remark of an attention or cache that cannot be rewritten, instead of
             running it as the model wrote it.
         inner_backend: Compiler of the rest of the graph: `inductor`, `aot_eager` or `eager`.
+        mode: Inductor's mode, for whoever gives options too: `torch.compile` takes either. Under
+            `reduce-overhead` and `max-autotune` the decode steps of a static cache on a GPU are
+            recorded once and replayed.
         verify: Check the invariants after every pass.
     """
 
@@ -70,6 +74,7 @@ class CacheOptions:
     fuse_rope: bool | None = None
     strict: bool = False
     inner_backend: str = "inductor"
+    mode: str | None = None
     verify: bool = False
 
     def __post_init__(self) -> None:
@@ -85,6 +90,7 @@ class CacheOptions:
         _whole_number("num_sink_tokens", self.num_sink_tokens, least=0)
         _one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         _one_of("inner_backend", self.inner_backend, INNER_BACKENDS)
+        _one_of("mode", self.mode, (None, *MODES))
         for name in ("separate_k_bias", "gemv", "strict", "verify"):
             _one_of(name, getattr(self, name), (False, True))
         _one_of("fuse_rope", self.fuse_rope, (None, False, True))

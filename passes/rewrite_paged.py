@@ -17,6 +17,7 @@ from kvcompile.passes.ir.ops import APPEND, APPEND_ATTEND
 from kvcompile.passes.ir.program import Binding, Program, SizeSource, StateBinding
 from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.ir.stage import Stage
+from kvcompile.passes.patterns.counter import position_source
 from kvcompile.passes.patterns.layout import (
     fixed,
     is_call,
@@ -229,7 +230,8 @@ def _state_placeholder(program: Program, site: AttentionSite, stream: CacheStrea
     like = site.k.meta["val"]
     assert isinstance(like, FakeTensor)
     with like.fake_mode:
-        node.meta["val"] = torch.empty(STATE_WORDS, dtype=torch.int64, device=like.device)
+        # In main memory, wherever the pages are.
+        node.meta["val"] = torch.empty(STATE_WORDS, dtype=torch.int64, device="cpu")
     return node
 
 
@@ -280,7 +282,7 @@ def _state_binding(
     frequencies: fx.Node | None,
 ) -> StateBinding:
     position = {node: i for i, node in enumerate(captured)}
-    k_past, v_past = stream.k.past, stream.v.past
+    k_past, v_past, written = stream.k.past, stream.v.past, stream.k.position
     batch = _size_source(captured, site.q.meta["val"].shape[0])
     assert batch is not None
     return StateBinding(
@@ -293,6 +295,7 @@ def _state_binding(
         capacity=_capacity(captured, stream) if stream.is_static else None,
         batch=batch,
         frequencies=None if frequencies is None else position[frequencies],
+        position=None if written is None else position_source(captured, written),
     )
 
 

@@ -21,6 +21,7 @@ from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.as_written import INPUT, dense_input
 from kvcompile.runtime.claim import claim
 from kvcompile.runtime.errors import CacheKindError
+from kvcompile.runtime.gpu_steps import gpu_steps_of
 from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.quantized_store import QuantizedStore
 from kvcompile.runtime.store import PagedStore, store_kind
@@ -33,12 +34,15 @@ class Executor:
     that grows as it was, and may be repeated. Slots of a static buffer may have been written.
     """
 
-    def __init__(self, program: Program, inner: Callable[..., Any]) -> None:
+    def __init__(
+        self, program: Program, inner: Callable[..., Any], *, records: bool = False
+    ) -> None:
         """Bind a lowered program to the compiled rest of its graph.
 
         Args:
             program: At stage `LOWERED`.
             inner: The compiled graph: kept inputs, then states, give the kept outputs.
+            records: Whether decode steps on a GPU are recorded and replayed, where they can be.
         """
         binding = program.binding
         assert binding is not None
@@ -55,6 +59,7 @@ class Executor:
         )
         self._users = _arena_users(self._plans)
         self._dense_inputs = _handles_that_stay(program)
+        self.gpu_steps = gpu_steps_of(program, inner, records=records)
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Run one step."""
@@ -96,7 +101,10 @@ class Executor:
             handle = inputs[position]
             if isinstance(handle, KVTensor):
                 inputs[position] = dense_input(handle, is_written=is_written)
-        results = self._inner(*inputs, *[store.state for store in stores])
+        if self.gpu_steps is None:
+            results = self._inner(*inputs, *[store.state for store in stores])
+        else:
+            results = self.gpu_steps.run(args, inputs, stores)
         outputs: list[Any] = [None] * self._num_outputs
         for position, result in zip(self._kept_outputs, results, strict=True):
             outputs[position] = result

@@ -18,7 +18,7 @@ from kvcompile.codegen.gpu.compile import load, out_of_room
 from kvcompile.codegen.gpu.schedule import Schedule, choose_splits
 from kvcompile.codegen.gpu.shape import GpuShape
 from kvcompile.codegen.spec import MOST_QUERIES, MergeSpec
-from kvcompile.runtime.device_tables import DeviceTables, number_on
+from kvcompile.runtime.device_tables import Tables
 from kvcompile.runtime.rope import Rope
 from kvcompile.runtime.scheduling import (
     ScheduledKernel,
@@ -53,7 +53,7 @@ class GpuStore(Protocol):
     starts: torch.Tensor
 
     @property
-    def device_tables(self) -> DeviceTables:
+    def device_tables(self) -> Tables:
         """Its tables on the device."""
         ...
 
@@ -79,12 +79,13 @@ def append_launcher(spec: KernelSpec) -> Callable[..., None]:
             raise ValueError(f"{lengths[0]} keys and {lengths[1]} values do not go together")
         programs = -(-max(lengths) // TILE)
         parts += _angles(rope)
-        arguments = [*parts, *_pages(store), number_on(store.device, past_len)]
+        tables = store.device_tables
+        arguments = [*parts, *_pages(store), tables.number("past_len", past_len)]
         total = programs
         if spec.is_grouped:
             arguments += [*_window(store), programs]
-            todo = (store.quantized - store.ring_from).max()
-            total += int(todo)
+            todo = int((store.quantized - store.ring_from).max())
+            total += tables.most_quantized(todo)
         if total:
             kernel[(total, store.num_kv_heads, store.batch)](*arguments)
 
@@ -141,7 +142,7 @@ def attend_launcher(
         q = q if q.stride(3) == 1 else q.contiguous()
         rows = group * queries
         blocks = -(-rows // shape.block_rows)
-        splits = _splits(store, spec, blocks, kv_len)
+        splits = _splits(store, spec, blocks, store.device_tables.most_tokens(kv_len))
         if override.splits is not None:
             splits = max(override.splits, 2 if spec.is_grouped else 1)
         partial = torch.empty(
@@ -149,7 +150,7 @@ def attend_launcher(
         )
         lse = torch.empty(partial.shape[:2], dtype=torch.float32, device=q.device)
         arguments: list[object] = [q, *q.stride()[:3], *_angles(rope), *_pages(store)]
-        arguments.append(number_on(store.device, kv_len))
+        arguments.append(store.device_tables.number("kv_len", kv_len))
         if spec.is_grouped:
             arguments += _window(store)
         if mask is not None:

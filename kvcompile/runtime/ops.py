@@ -95,7 +95,8 @@ def _begin(
     is dropped, and the mask says what is left padding from now on.
     """
     if position is not None:
-        past_len = _first_position(position, new_len)
+        known = None if store.step is None else store.step.position
+        past_len = _first_position(position, new_len) if known is None else known
     if past_len == 0 and (mask is not None or store.is_padded):
         store.truncate(0)
         if mask is None:
@@ -169,7 +170,9 @@ def _append_attend(  # noqa: PLR0913 - the schema
     if not queries or not stored:
         batch, heads = q.shape[:2]
         return q.new_zeros(batch, queries, heads, store.layout.head_dim_vo).transpose(1, 2)
-    if mask is not None or store.is_padded or kv_len > stored:
+    if mask is not None and store.step is not None:
+        store.step.watch.look(store, mask, stored)
+    elif mask is not None or store.is_padded or kv_len > stored:
         check_masks(store, mask, is_causal, stored, kv_len)
     if queries <= MOST_QUERIES:
         return launch.attend(store, q, mask, is_causal, scale, stored, rope)

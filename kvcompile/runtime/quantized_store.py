@@ -35,6 +35,7 @@ from kvcompile.runtime.store import New, PagedStore
 if TYPE_CHECKING:
     from kvcompile.codegen.layout import RecordLayout
     from kvcompile.runtime.arena import Arena
+    from kvcompile.runtime.device_tables import CountName
     from kvcompile.runtime.registry import Role
     from kvcompile.runtime.rope import Rope
 
@@ -111,8 +112,9 @@ class QuantizedStore(PagedStore):
         self, k: New, v: New, past_len: int, *, attends: bool = False, rope: Rope | None = None
     ) -> None:
         """Write tokens from `past_len` on; see `PagedStore.append`."""
-        self.abandon()
         seen = None
+        if self._prepared is None:
+            self.abandon()
         if attends and k is not None and v is not None and k.shape[2] > MOST_QUERIES:
             seen = self._with_past(k, v, past_len)
         super().append(k, v, past_len, attends=attends, rope=rope)
@@ -153,9 +155,22 @@ class QuantizedStore(PagedStore):
 
     def abandon(self) -> None:
         """Forget what was appended since the last commit: the step that did it has failed."""
+        super().abandon()
         self._seen_by_chunk = None
         if self._quantized != self._ring_from:
             self._forget_uncommitted()
+
+    def row_counts(self) -> dict[CountName, list[int]]:
+        """Return what kernels must know of each row."""
+        counts: dict[CountName, list[int]] = {
+            "quantized": list(self._quantized),
+            "ring_from": list(self._ring_from),
+        }
+        return super().row_counts() | counts
+
+    def most_exact_pages(self, new_len: int) -> int:
+        """Return the most entries of the exact table that a row needs in a step of new tokens."""
+        return self._window.most_exact_pages(self.page_size, new_len)
 
     def holdings(self) -> list[Holding]:
         """Return the distinct pages, quantized ones first, and how many tokens each holds."""
@@ -187,13 +202,6 @@ class QuantizedStore(PagedStore):
             end = stored
         return min(max(end - first, 0), TILE)
 
-    def _exact_pages_for(self, stored: int, ring_from: int) -> int:
-        """Return the entries of the exact table that a row of `stored` tokens needs."""
-        ring = stored - self._window.num_sink_tokens - ring_from * self.page_size
-        if ring > 0:
-            return self._window.sink_pages + -(-ring // TILE)
-        return -(-min(stored, self._window.num_sink_tokens) // TILE) if stored > 0 else 0
-
     def _own_pages(self, past_len: int, end: int, *, both: bool) -> None:
         """Make room for tokens from `past_len` to `end`, and decide which pages to quantize.
 
@@ -221,7 +229,7 @@ class QuantizedStore(PagedStore):
             missing.append(max(full - len(self.pages.rows[b]), 0))
             # Entries of the exact table: whatever of the pages to quantize is not there already
             # is quantized straight from the new tokens, and needs no exact page.
-            have, need = len(self.exact.rows[b]), self._exact_pages_for(stored, ring_from)
+            have, need = len(self.exact.rows[b]), window.exact_pages(stored, ring_from, size)
             ring_entry = window.sink_pages + (full - ring_from) * size // TILE
             skipped = max(min(ring_entry, need) - max(have, window.sink_pages), 0)
             first = self._entry_of(max(past_len - start, 0), ring_from)
@@ -279,7 +287,8 @@ class QuantizedStore(PagedStore):
         self.pages.cut(self._quantized)
         kept = max(self.k_len, self.v_len)
         needed = zip(self._starts, self._ring_from, strict=True)
-        self.exact.cut([self._exact_pages_for(kept - start, full) for start, full in needed])
+        pages = self._window.exact_pages
+        self.exact.cut([pages(kept - start, full, self.page_size) for start, full in needed])
 
     def _drop_pages(self, kept: int) -> None:
         """Give back the pages without a token below `kept`.
@@ -296,7 +305,7 @@ class QuantizedStore(PagedStore):
         decoded = self._decode_cut_pages(kept, full)
         needed = []
         for start, f, have in zip(self._starts, full, self._quantized, strict=True):
-            entries = self._exact_pages_for(kept - start, f)
+            entries = window.exact_pages(kept - start, f, size)
             # Where a page is cut, the whole ring behind it goes.
             needed.append(min(entries, window.sink_pages) if f < have else entries)
         self._set_quantized(full, full)
@@ -352,7 +361,7 @@ class QuantizedStore(PagedStore):
         self._write_starts([store._starts[i] for store, i in sources])
         full = [store._ring_from[i] for store, (_, i) in zip(stores, sources, strict=True)]
         for b, (store, (_, i)) in enumerate(zip(stores, sources, strict=True)):
-            needed = self._exact_pages_for(kept - self._starts[b], full[b])
+            needed = self._window.exact_pages(kept - self._starts[b], full[b], self.page_size)
             self.pages.share(b, store.pages.rows[i][: full[b]])
             self.exact.share(b, store.exact.rows[i][:needed])
         self.pages.point_to_slabs()

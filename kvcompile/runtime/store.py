@@ -10,13 +10,13 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvcompile.runtime import launch
-from kvcompile.runtime.device_tables import DeviceTables
+from kvcompile.runtime.derived import LastDerived
+from kvcompile.runtime.device_tables import CountName, DeviceTables, Tables
 from kvcompile.runtime.errors import CacheFullError, CacheGapError, StaleHandleError
 from kvcompile.runtime.registry import ROLES, Role, anchor_for, register
 from kvcompile.runtime.rows import Holding, PageRows
@@ -29,19 +29,10 @@ if TYPE_CHECKING:
     from kvcompile.runtime.dense import DenseCell
     from kvcompile.runtime.handle import KVTensor
     from kvcompile.runtime.rope import Rope
+    from kvcompile.runtime.step import Step
 
 
 HANDLES_BEFORE_SWEEP = 64
-
-
-@dataclass
-class _Derived:
-    """The store last derived from another one, and the roles that were given it."""
-
-    what: object
-    epoch: int
-    store: weakref.ref[PagedStore]
-    roles: set[Role]
 
 
 def store_kind(
@@ -70,7 +61,7 @@ class PagedStore(PageRows):
         v_len: The same of V. Eager code appends K and V one after the other.
         appended: Tokens written by the last `append`, committed or not.
         claimed: Whether a step is under way that will append to it and commit.
-        device_tables: What GPU kernels read of it; empty where the kernels are a CPU's.
+        step: What it is lent for the step under way, on a GPU.
         kind: What a graph was compiled for; only stores of the same kind can take its tokens.
         key: Registry key.
         anchors: Per role the anchor int64[1] of its handles.
@@ -98,18 +89,20 @@ class PagedStore(PageRows):
         self.num_kv_heads = num_kv_heads
         self.dtype = dtype
         self.device = torch.device(device)
-        self.device_tables = DeviceTables(self.device)
+        self._device_tables = DeviceTables(self.device)
+        self.step: Step | None = None
         self.token_dim = token_dim
         self.k_len = 0
         self.v_len = 0
         self.appended = 0
+        self._prepared: tuple[int, int] | None = None
         self.claimed = False
         self.materializations: Counter[str] = Counter()
         self.kind = store_kind(layout, num_kv_heads, dtype, capacity is not None, token_dim)
         self._handles: list[weakref.ref[KVTensor]] = []
         self.cells: dict[Role, DenseCell] = {}
         self.epoch = 0
-        self._derived: _Derived | None = None
+        self._last_derived = LastDerived()
         self.anchors = {role: anchor_for(self.key, role) for role in ROLES}
 
     def __repr__(self) -> str:
@@ -124,6 +117,12 @@ class PagedStore(PageRows):
     def keeps_later_tokens(self) -> bool:
         """Whether writing at a position leaves the tokens behind it as they are."""
         return self.capacity is not None
+
+    @property
+    def device_tables(self) -> Tables:
+        """What GPU kernels read of it; empty where the kernels are a CPU's."""
+        lent = None if self.step is None else self.step.tables
+        return self._device_tables if lent is None else lent
 
     @property
     def length(self) -> int:
@@ -201,10 +200,21 @@ class PagedStore(PageRows):
             told = f"{new.shape[0]} rows were to be appended to a cache of {self.batch} rows"
             raise ValueError(f"{told}; select rows of the cache first")
         role: Role | None = None if k is not None and v is not None else "v" if k is None else "k"
-        self.reserve(past_len, new.shape[2], role)
-        self.epoch += 1
+        if self._prepared != (past_len, new.shape[2]):
+            self.reserve(past_len, new.shape[2], role)
+            self.epoch += 1
         launch.append(self, k, v, past_len, rope)
         self.appended = past_len + new.shape[2]
+
+    def prepare(self, past_len: int, new_len: int) -> None:
+        """Do on the host what an append of K and V will ask for; see `reserve` for errors.
+
+        Until the next commit, appending these tokens only launches kernels: a recorded step, whose
+        kernels are launched without it, finds everything in place.
+        """
+        self.reserve(past_len, new_len)
+        self.epoch += 1
+        self._prepared = past_len, new_len
 
     def dense_for_chunk(self, stored: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the first `stored` tokens for a chunk of queries: K and V [B, K, T, D]."""
@@ -220,6 +230,7 @@ class PagedStore(PageRows):
             raise CacheGapError(
                 f"{length} tokens were to be committed, but only {self.appended} were appended"
             )
+        self._prepared = None
         static = self.keeps_later_tokens
         if role != "v":
             self.k_len = max(length, self.k_len) if static else length
@@ -228,6 +239,7 @@ class PagedStore(PageRows):
 
     def abandon(self) -> None:
         """Forget what was appended since the last commit: the step that did it has failed."""
+        self._prepared = None
 
     def truncate(self, length: int, role: Role | None = None) -> None:
         """Drop the tokens from `length` on, and the pages nobody needs any more."""
@@ -280,15 +292,7 @@ class PagedStore(PageRows):
             role: The role that asks.
             make: Makes the store.
         """
-        last = self._derived
-        if last is not None and last.what == what and last.epoch == self.epoch:
-            store = last.store()
-            if store is not None and role not in last.roles:
-                last.roles.add(role)
-                return store
-        store = make()
-        self._derived = _Derived(what, self.epoch, weakref.ref(store), {role})
-        return store
+        return self._last_derived.store(what, self.epoch, role, make)
 
     def note(self, handle: KVTensor) -> None:
         """Remember a handle for as long as it lives."""
@@ -340,18 +344,18 @@ class PagedStore(PageRows):
         self.heads_first(dense)[:, :, :stored] = self._gather(role, stored)
         return dense
 
+    def row_counts(self) -> dict[CountName, list[int]]:
+        """Return what kernels must know of each row."""
+        return {"starts": self.start_list()}
+
     def holdings(self) -> list[Holding]:
         """Return the distinct pages of each arena and how many tokens each holds."""
         return self._holdings(max(self.k_len, self.v_len))
 
     def stored_bytes(self) -> StoreBytes:
         """Return the exact bytes by part."""
-        held = self.holdings()
-        codes, *window = [holding.stored_bytes for holding in held]
-        return StoreBytes(
-            codes=codes,
-            window=sum(window),
-            slack=sum(holding.held_bytes for holding in held) - codes - sum(window),
+        return StoreBytes.of(
+            self.holdings(),
             block_table=sum(table.nbytes for table in self._tables()),
             starts=self.starts.nbytes,
             state=self.state.nbytes + sum(anchor.nbytes for anchor in self.anchors.values()),
@@ -364,7 +368,7 @@ class PagedStore(PageRows):
         return [self.state, *self._tables(), self.starts, *self.anchors.values(), *cells]
 
     def _tables(self) -> list[torch.Tensor]:
-        return [self.block_table, *self.device_tables.tensors()]
+        return [self.block_table, *self._device_tables.tensors()]
 
     def _new(self, batch: int) -> PagedStore:
         return PagedStore(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcompile.runtime.rows import Holding
 
 
 @dataclass(frozen=True)
@@ -26,3 +31,10 @@ class StoreBytes:
     starts: int
     state: int
     dense: int
+
+    @classmethod
+    def of(cls, held: Sequence[Holding], **beside: int) -> StoreBytes:
+        """Return the bytes of pages, those with codes first, and of what lies beside them."""
+        codes, *window = [holding.stored_bytes for holding in held]
+        slack = sum(holding.held_bytes for holding in held) - codes - sum(window)
+        return cls(codes=codes, window=sum(window), slack=slack, **beside)

@@ -33,6 +33,21 @@ class SizeSource:
 
 
 @dataclass(frozen=True)
+class PositionSource:
+    """Where the position of the first new token of a static buffer can be read.
+
+    Attributes:
+        input: Position among the captured graph's inputs of a tensor that begins with it.
+        counts_up: Whether the positions that follow are the next numbers in any case.
+        advances: Whether the graph leaves the position behind the new tokens in that tensor.
+    """
+
+    input: int
+    counts_up: bool
+    advances: bool
+
+
+@dataclass(frozen=True)
 class StateBinding:
     """Where the state of one stream enters and leaves the rewritten graph.
 
@@ -47,6 +62,8 @@ class StateBinding:
         batch: Where to read the number of sequences.
         frequencies: Position of the rotary frequencies among the captured graph's inputs, if the
             turning mean of the keys is kept.
+        position: Where the first new token is written to a static buffer, if it can be read
+            before the graph runs.
     """
 
     site: int
@@ -58,6 +75,7 @@ class StateBinding:
     capacity: SizeSource | None
     batch: SizeSource
     frequencies: int | None = None
+    position: PositionSource | None = None
 
 
 @dataclass(frozen=True)
