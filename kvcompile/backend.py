@@ -16,7 +16,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import get_metrics_context
 from torch._guards import CompileContext
 
-from kvcompile import wrappers
+from kvcompile import auto_compile, wrappers
 from kvcompile.codegen.cpu.isa import detect_isa, has_integer_dot
 from kvcompile.codegen.errors import KvcompileError
 from kvcompile.codegen.gpu.compile import gpu_isa
@@ -68,6 +68,7 @@ def kvcompile(
         OptionError: An option is unknown or has a bad value.
         UnmatchedError: Under `strict`, something was not rewritten.
     """
+    auto_compile.install(kvcompile)  # transformers may have come after this module
     parsed = parse_options(options)
     mode = mode or parsed.mode
     if torch.is_grad_enabled() and _requires_grad(gm):
@@ -270,3 +271,4 @@ def _register() -> None:
 
 _register()
 wrappers.install(kvcompile)
+auto_compile.install(kvcompile)

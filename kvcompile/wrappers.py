@@ -63,10 +63,18 @@ class _Compiled:
                 self.module._compiled_call_impl = gate.before
 
 
-def _innermost(wrapper: OptimizedModule) -> object:
-    """Return the innermost compiler function of a wrapper."""
+def compiled_call(module: nn.Module) -> object:
+    """Return what a call of a module from this thread goes to, or None if it is not compiled."""
+    gate: object = module._compiled_call_impl
+    if isinstance(gate, _ThreadGate):
+        stack = gate.compiled.get(threading.get_ident())
+        return stack[-1] if stack else gate.before
+    return gate
+
+
+def innermost(function: object) -> object:
+    """Return the innermost compiler function of what Dynamo calls back."""
     names = ("_torchdynamo_orig_backend", "compiler_fn", "_torchdynamo_orig_callable")
-    function: object = wrapper.dynamo_ctx.callback
     while True:
         inner = next((f for n in names if (f := getattr(function, n, None)) is not None), None)
         if inner is None or inner is function:
@@ -83,7 +91,7 @@ def install(backend: Callable[..., Any]) -> None:
     @functools.wraps(plain_getattr)
     def getattr_with_generators(self: OptimizedModule, name: str) -> Any:
         found = plain_getattr(self, name)
-        if name not in GENERATORS or _innermost(self) is not backend:
+        if name not in GENERATORS or innermost(self.dynamo_ctx.callback) is not backend:
             return found
         module = self._orig_mod
 

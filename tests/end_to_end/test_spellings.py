@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, PreTrainedModel
+from transformers import CompileConfig, GenerationMixin, PreTrainedModel, StaticCache
 
 import kvcompile
 from kvcompile.passes.ir.remarks import forget_notices
@@ -57,6 +57,51 @@ def test_generate(spelling: Any) -> None:
     model, ids = tiny_llama(), prompt(9)
     expected = tokens_of(model, ids)
     assert_compiled(tokens_of(spelling(model), ids), expected)
+
+
+@pytest.fixture
+def _on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers compile decoding with static caches, as it does by itself on a GPU."""
+
+    def criteria(self: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        return isinstance(model_kwargs["cache"], StaticCache)
+
+    monkeypatch.setattr(GenerationMixin, "_valid_auto_compile_criteria", criteria)
+
+
+@pytest.mark.usefixtures("_on_an_accelerator")
+@pytest.mark.parametrize("spelling", [by_wrapper, by_short_form, in_place, by_forward])
+def test_generate_where_transformers_would_compile_too(spelling: Any) -> None:
+    model, ids = tiny_llama(), prompt(9)
+    expected = tokens_of(model, ids)
+    result = tokens_of(spelling(model), ids, cache_implementation="static")
+    assert_compiled(result, expected)
+    assert kvcompile.memory_report(result.past_key_values).materializations == {}
+
+
+@pytest.mark.usefixtures("_on_an_accelerator")
+def test_transformers_still_compiles_other_models() -> None:
+    model, ids = tiny_llama(), prompt(9)
+    expected = tokens_of(model, ids)
+    config: Any = CompileConfig(backend="eager", mode=None)  # type: ignore[arg-type]
+    counters.clear()
+    result = tokens_of(model, ids, cache_implementation="static", compile_config=config)
+    assert torch.equal(result.sequences, expected.sequences)
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+def test_transformers_may_come_after_the_backend() -> None:
+    program = (
+        "import torch, kvcompile.backend\n"
+        "import transformers.modeling_utils\n"
+        "call = transformers.PreTrainedModel.get_compiled_call\n"
+        "torch.compile(torch.nn.Linear(2, 2), backend='kvcompile')(torch.ones(1, 2))\n"
+        "print(transformers.PreTrainedModel.get_compiled_call is call)\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert out.stdout.strip() == "False"
 
 
 def test_the_string_needs_no_import() -> None:
