@@ -79,6 +79,15 @@ class Window:
             return self.sink_pages + -(-ring // TILE)
         return -(-min(stored, self.num_sink_tokens) // TILE) if stored > 0 else 0
 
+    def tokens_in_exact_page(self, number: int, stored: int, ring_from: int, page_size: int) -> int:
+        """Return how many of the `stored` tokens of a row lie in one of its exact pages."""
+        if number < self.sink_pages:
+            first, end = number * TILE, min(self.num_sink_tokens, stored)
+        else:
+            ring = self.num_sink_tokens + ring_from * page_size
+            first, end = ring + (number - self.sink_pages) * TILE, stored
+        return min(max(end - first, 0), TILE)
+
     def most_exact_pages(self, page_size: int, new_len: int) -> int:
         """Return the most exact pages that a row can have while `new_len` tokens are appended.
 

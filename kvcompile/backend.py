@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -33,6 +34,8 @@ from kvcompile.runtime.as_written import with_dense_inputs
 from kvcompile.runtime.executor import Executor
 
 Compiled = Callable[..., Any]
+
+NO_TRITON = "pip install triton; until then caches on GPUs stay as the model made them."
 
 EXPECTED_COMPILATIONS = 2
 """Prefill and decode; every further compilation of a function is explained by a remark."""
@@ -163,6 +166,9 @@ def _gpu_devices() -> tuple[str, ...]:
     Without a GPU they can be looked at, and run in Triton's interpreter.
     """
     if os.environ.get("KVCOMPILE_TARGET") != "gpu":
+        return ()
+    if find_spec("triton") is None:
+        launch.remark("KVCOMPILE_TARGET=gpu asks for Triton, which is not installed", NO_TRITON)
         return ()
     return ("cuda",) if torch.cuda.is_available() else ("cpu",)
 

@@ -10,6 +10,8 @@ import torch
 from kvcompile.codegen.formats import get_format
 from kvcompile.codegen.formats.integer import IntegerFormat
 from kvcompile.codegen.layout import RecordLayout, Window
+from kvcompile.codegen.registry import refusal
+from kvcompile.codegen.spec import KernelSpec
 from kvcompile.passes.base import PassOptions, missed, passed
 from kvcompile.passes.ir.plan import StreamPlan
 from kvcompile.passes.ir.remarks import Remark
@@ -106,6 +108,8 @@ def _plan(
         compute = _compute((layout.format("k"), layout.format("v")), options)
     if isinstance(compute, Missed):
         return compute
+    if on_gpu and (refused := _refused_on_gpu(site, layout, compute, options)) is not None:
+        return refused
     separable = not on_gpu and _is_separable(keys, layout, options)
     turning = rotating_keys(keys) if separable else None
     if turning is not None:
@@ -164,6 +168,25 @@ def _no_such_layers(origin: str, layers: list[int], count: int) -> Remark:
     reason = f"the options name layer {named}, but the graph has {count} attentions"
     hint = f"layers are {-count} to {count - 1}; a graph break starts a new count"
     return Remark("failed", "KVC306", origin, "", "", reason, hint=hint)
+
+
+def _refused_on_gpu(
+    site: AttentionSite, layout: RecordLayout, compute: Compute | None, options: PassOptions
+) -> Missed | None:
+    """Return why a GPU's kernels cannot be printed; no plain torch reads pages there."""
+    spec = KernelSpec(
+        op="attend",
+        target="gpu",
+        isa=options.gpu_isa,
+        dtype=EXACT_FORMATS[site.k.meta["val"].dtype],
+        **layout.spec_fields(),
+        q_heads_per_kv_head=site.num_q_heads // site.num_kv_heads,
+        mask="none",
+        queries="one",
+        compute=compute,
+    )
+    refused = refusal(spec)
+    return None if refused is None else Missed("KVC307", refused.reason, site.k, hint=refused.hint)
 
 
 def _gpu_compute(

@@ -23,7 +23,16 @@ from kvcompile.codegen.formats import Role
 from kvcompile.codegen.gpu.compile import gpu_isa
 from kvcompile.codegen.gpu.compile import load as load_triton
 from kvcompile.codegen.layout import RecordLayout
-from kvcompile.codegen.spec import Compute, DTypeName, KernelSpec, MaskKind, Op, Spec
+from kvcompile.codegen.spec import (
+    MOST_QUERIES,
+    Compute,
+    DTypeName,
+    KernelSpec,
+    MaskKind,
+    Op,
+    Queries,
+    Spec,
+)
 from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime import cpu_launch, gpu_launch, torch_path
 from kvcompile.runtime.rope import Rope
@@ -42,6 +51,7 @@ class Store(Protocol):
     compute: Compute | None
     num_kv_heads: int
     dtype: torch.dtype
+    device: torch.device
     batch: int
     state: torch.Tensor
 
@@ -106,7 +116,7 @@ def attend(
 
     Args:
         store: The store.
-        q: Queries of 1 to 16 tokens.
+        q: Queries of as many tokens as `reads_pages` allows.
         mask: Broadcasts to [B, H, S, at least kv_len]; bool (True is visible) or additive.
         causal: Query token s sees the tokens t <= s; only without a mask.
         scale: Factor of the scores.
@@ -131,11 +141,18 @@ def attend(
         turns = rope.key
     _, heads, queries, _ = q.shape
     group = heads // store.num_kv_heads
-    key = (store.layout.symbol, q.dtype, group, rule, queries == 1, store.compute, turns)
+    kind = _kind_of(queries)
+    key = (store.layout.symbol, q.dtype, group, rule, kind, store.compute, turns)
     launcher = _attends.get(key)
     if launcher is None:
         launcher = _attends[key] = _new_attend(store, q, mask, rope, causal=causal)
     return launcher(store, q, mask, causal, scale, kv_len, rope)
+
+
+def reads_pages(store: Store, queries: int) -> bool:
+    """Whether `attend` takes so many query tokens; if not, they attend to a dense copy."""
+    is_gpu = store.layout.order == "gpu16"
+    return queries <= (gpu_launch.MOST_QUERIES if is_gpu else MOST_QUERIES)
 
 
 def gather(store: Store, role: Role, start: int, stop: int) -> torch.Tensor:
@@ -249,6 +266,12 @@ def remark(reason: str, hint: str = "Install g++, or name a working C++ compiler
     )
 
 
+def _kind_of(queries: int) -> Queries:
+    if queries == 1:
+        return "one"
+    return "few" if queries <= MOST_QUERIES else "many"
+
+
 def _append_of(layout: RecordLayout, dtype: torch.dtype, rope: Rope | None) -> Append:
     key = (layout.symbol, dtype, None if rope is None else rope.key)
     launcher = _appends.get(key)
@@ -265,6 +288,8 @@ def _new_attend(
     """Choose how queries and masks of these dtypes are served, after checking what is fixed."""
     if q.shape[1] % store.num_kv_heads:
         raise ValueError(f"{q.shape[1]} query heads do not share {store.num_kv_heads} KV heads")
+    if not reads_pages(store, q.shape[2]):
+        raise ValueError(f"queries {tuple(q.shape)} do not fit attention over pages: too many")
     kind: MaskKind = "causal" if causal else "none"
     mask_dtype = None
     if mask is not None:
@@ -275,7 +300,7 @@ def _new_attend(
         "q_heads_per_kv_head": q.shape[1] // store.num_kv_heads,
         "mask": kind,
         "mask_dtype": None if mask_dtype is None else DTYPE_NAMES[mask_dtype],
-        "queries": "one" if q.shape[2] == 1 else "few",
+        "queries": _kind_of(q.shape[2]),
         "compute": store.compute,
     }
     spec = _spec(store.layout, q.dtype, "attend", rope, fields)

@@ -157,7 +157,7 @@ def _append_attend(  # noqa: PLR0913 - the schema
     if cos is not None and sin is not None:
         rope = rope_of(cos, sin, rope_interleaved)
         if queries > MOST_QUERIES:
-            # A chunk attends to dense K, and takes longer than turning it.
+            # The attention of a chunk takes much longer than turning it.
             q, k, rope = rotate(q, rope), rotate(k, rope), None
     if new_len:
         past_len = _begin(store, new_len, past_len, position, mask)
@@ -174,7 +174,7 @@ def _append_attend(  # noqa: PLR0913 - the schema
         store.step.watch.look(store, mask, stored)
     elif mask is not None or store.is_padded or kv_len > stored:
         check_masks(store, mask, is_causal, stored, kv_len)
-    if queries <= MOST_QUERIES:
+    if launch.reads_pages(store, queries):
         return launch.attend(store, q, mask, is_causal, scale, stored, rope)
     k, v = store.dense_for_chunk(stored)
     if mask is not None and mask.shape[-1] > stored:

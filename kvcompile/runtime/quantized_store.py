@@ -11,7 +11,8 @@ the step can be repeated from the very same past.
 
 A chunk of more than 16 tokens that a compiled graph appends attends to what was stored before it
 and to itself exactly, as a prompt fed at once does: read after the append, most of what its first
-queries need most would be quantized already.
+queries need most would be quantized already. Where kernels attend to a chunk in pages, it lies in
+the ring until `commit` quantizes it; elsewhere attention gets a dense past, the chunk behind it.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class QuantizedStore(PagedStore):
         self._quantized = [0] * batch
         self._ring_from = [0] * batch
         self._seen_by_chunk: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._quantizes_at_commit = False
 
     @property
     def keeps_later_tokens(self) -> bool:
@@ -116,7 +118,10 @@ class QuantizedStore(PagedStore):
         if self._prepared is None:
             self.abandon()
         if attends and k is not None and v is not None and k.shape[2] > MOST_QUERIES:
-            seen = self._with_past(k, v, past_len)
+            if launch.reads_pages(self, k.shape[2]):
+                self._quantizes_at_commit = True
+            else:
+                seen = self._with_past(k, v, past_len)
         super().append(k, v, past_len, attends=attends, rope=rope)
         self._seen_by_chunk = seen
 
@@ -145,7 +150,8 @@ class QuantizedStore(PagedStore):
         """
         super().commit(length, role)
         self._seen_by_chunk = None
-        if role is not None and self.k_len == self.v_len:
+        is_late, self._quantizes_at_commit = self._quantizes_at_commit, False
+        if is_late or (role is not None and self.k_len == self.v_len):
             # Eager code appends K and V one after the other; pages are quantized once both are in.
             self._own_pages(length, length, both=True)
             if self._quantized != self._ring_from:
@@ -157,6 +163,7 @@ class QuantizedStore(PagedStore):
         """Forget what was appended since the last commit: the step that did it has failed."""
         super().abandon()
         self._seen_by_chunk = None
+        self._quantizes_at_commit = False
         if self._quantized != self._ring_from:
             self._forget_uncommitted()
 
@@ -185,7 +192,9 @@ class QuantizedStore(PagedStore):
                 else:
                     filled.setdefault(page, 0)
             for number, page in enumerate(self.exact.rows[b]):
-                tokens = self._tokens_in_exact_page(b, number, stored)
+                tokens = self._window.tokens_in_exact_page(
+                    number, stored, self._ring_from[b], self.page_size
+                )
                 if page != HOLE:
                     exact[page] = max(exact.get(page, 0), tokens)
         return [
@@ -193,22 +202,14 @@ class QuantizedStore(PagedStore):
             Holding(self.exact.arena, TILE, exact),
         ]
 
-    def _tokens_in_exact_page(self, row: int, number: int, stored: int) -> int:
-        sinks, pages = self._window.num_sink_tokens, self._window.sink_pages
-        if number < pages:
-            first, end = number * TILE, min(sinks, stored)
-        else:
-            first = sinks + self._ring_from[row] * self.page_size + (number - pages) * TILE
-            end = stored
-        return min(max(end - first, 0), TILE)
-
     def _own_pages(self, past_len: int, end: int, *, both: bool) -> None:
         """Make room for tokens from `past_len` to `end`, and decide which pages to quantize.
 
         Raises:
             CacheGapError: Tokens were to be written into a page that is quantized already.
         """
-        self.abandon()
+        if self._quantized != self._ring_from:
+            self._forget_uncommitted()
         sinks, size = self._window.num_sink_tokens, self.page_size
         for start, full in zip(self._starts, self._quantized, strict=True):
             if sinks <= max(past_len - start, 0) < sinks + full * size:
@@ -216,7 +217,7 @@ class QuantizedStore(PagedStore):
                     f"tokens at position {past_len} were to be written into a quantized page; "
                     "truncate K and V of the cache to that position first"
                 )
-        self._make_room(past_len, end, both=both)
+        self._make_room(past_len, end, both=both and not self._quantizes_at_commit)
 
     def _make_room(self, past_len: int, end: int, *, both: bool) -> None:
         window, size = self._window, self.page_size

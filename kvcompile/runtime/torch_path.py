@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvcompile.codegen.errors import UnsupportedKernelError
 from kvcompile.codegen.formats import TILE, Role
 from kvcompile.codegen.state import (
     BATCH,
@@ -151,6 +152,11 @@ class _Pages:
 
 
 def _pages(store: Store) -> _Pages:
+    if store.device.type != "cpu":
+        raise UnsupportedKernelError(
+            f"the pages of a cache lie on {store.device}, where kernels alone can read them, and "
+            "one cannot be had; kvcompile.notices() says why"
+        )
     words, layout = store.state.tolist(), store.layout
     table = None
     if layout.rotary is not None:

@@ -98,3 +98,38 @@ def test_a_quantized_cache_gives_the_logits_of_the_processors_kernels(
     exact = model(ids).logits[:, 80:]
     assert (found[0] - found[1]).abs().max() < 1e-4 * found[1].abs().max()
     assert (found[0] - exact).abs().max() > 1e-3 * exact.abs().max(), "nothing was quantized"
+
+
+@pytest.mark.parametrize("name", ["auto", "int8"])
+def test_a_chunk_of_tokens_attends_to_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No dense copy of the past is made; the chunk is exact to itself, and quantized afterwards."""
+    model, ids = tiny_llama(head_dim=32), prompt(76)
+    options = {
+        "kv_cache_dtype": name,
+        "page_size": 32,
+        "residual_length": 16,
+        "compute_dtype": "fp32",
+    }
+    found, pages = [], []
+    for target in ("gpu", "cpu"):
+        monkeypatch.setenv("KVCOMPILE_TARGET", target)
+        launch.forget_launchers()
+        with monkeypatch.context() as patched:
+            if target == "gpu":
+                patched.setattr(launch, "gather", not_to_be_called)
+            run = compiled(model, **options)
+            with torch.no_grad():
+                cache = run(ids[:, :50]).past_key_values
+                logits = [run(ids[:, 50:75], past_key_values=cache).logits]
+                logits.append(run(ids[:, 75:], past_key_values=cache).logits)
+        assert layouts(cache) == {f"{target}16"}
+        found.append(torch.cat(logits, 1))
+        if name == "int8":
+            pages.append([layer.keys.store.quantized.tolist() for layer in cache.layers])
+    assert (found[0] - found[1]).abs().max() < 1e-4 * found[1].abs().max()
+    if name == "int8":
+        assert pages == [[[(76 - 4 - 16) // 32]] * 2] * 2
+
+
+def not_to_be_called(*_: object) -> torch.Tensor:
+    raise AssertionError("the past was made dense")

@@ -61,6 +61,7 @@ class FakeStore:
         self.compute: Compute | None = None
         self.num_kv_heads = num_kv_heads
         self.dtype = dtype
+        self.device = torch.device("cpu")
         self.batch = len(starts)
         self.starts = torch.tensor(starts, dtype=torch.int32)
         columns = -(-tokens // layout.page_size) + 1

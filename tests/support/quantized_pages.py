@@ -117,6 +117,7 @@ class QuantizedPages:
         self.window = layout.window
         self.num_kv_heads = num_kv_heads
         self.dtype = dtype
+        self.device = torch.device("cpu")
         self.batch = len(starts)
         self.starts = torch.tensor(starts, dtype=torch.int32)
         self.quantized = torch.zeros(self.batch, dtype=torch.int32)
