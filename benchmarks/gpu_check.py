@@ -124,7 +124,15 @@ def _speed(console: Console, device: torch.device) -> dict[str, Any]:
 def _model(console: Console, device: torch.device, layers: int, context: int) -> Any:
     found = gpu_model.compare(layers, context, 1, device)
     table = Table(title=f"Llama 8B's shape, {layers} layers, {context:,} tokens of context")
-    for name in ("candidate", "ms per step", "tokens/s", "compilations", "KV MiB"):
+    for name in (
+        "candidate",
+        "ms per step",
+        "tokens/s",
+        "compilations",
+        "recordings",
+        "KV MiB",
+        "error",
+    ):
         table.add_column(name, justify="left" if name == "candidate" else "right")
     for row in found:
         table.add_row(
@@ -132,7 +140,9 @@ def _model(console: Console, device: torch.device, layers: int, context: int) ->
             f"{row.milliseconds:.2f}",
             f"{1e3 / row.milliseconds:.1f}",
             str(row.compilations),
+            str(row.recordings),
             f"{row.kv_bytes / 2**20:.1f}",
+            f"{row.error:.4f}",
         )
     console.print(table)
     return [asdict(row) for row in found]

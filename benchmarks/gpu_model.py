@@ -18,6 +18,9 @@ from kvcompile import memory_report
 STEPS = 64
 WARM_UP = 4
 
+WAYS = (("auto", True), ("int8", True), ("int4", True), ("int4", False))
+"""Formats, and whether the cache is static and its steps are recorded."""
+
 
 @dataclass(frozen=True)
 class Decoding:
@@ -27,13 +30,17 @@ class Decoding:
         name: Which.
         milliseconds: Median time of a step, its argmax included.
         compilations: Graphs that were compiled.
+        recordings: How often kvcompile recorded a step.
         kv_bytes: Bytes of the cache.
+        error: Of the last step's logits, from those of the first way, over their length.
     """
 
     name: str
     milliseconds: float
     compilations: int
+    recordings: int
     kv_bytes: int
+    error: float
 
 
 def new_model(layers: int, device: torch.device) -> Any:
@@ -61,8 +68,11 @@ def decode(
     forward: Callable[..., Any],
     prompt: torch.Tensor,
     new_cache: Callable[[], Any],
-) -> Decoding:
-    """Time the steps behind a prompt.
+    wanted: torch.Tensor | None = None,
+) -> tuple[Decoding, torch.Tensor]:
+    """Time the steps behind a prompt; return the logits of the last one too.
+
+    The tokens are the same for every way, whatever its logits say.
 
     Args:
         name: What is timed.
@@ -70,28 +80,33 @@ def decode(
         forward: What decodes.
         prompt: int64 [B, S].
         new_cache: Makes the cache.
+        wanted: Logits of the last step [B, V].
     """
     counters.clear()
-    cache, length = new_cache(), prompt.shape[1]
+    cache = new_cache()
     with torch.no_grad():
-        positions = torch.arange(length, device=prompt.device)
-        out = model(prompt, past_key_values=cache, cache_position=positions, logits_to_keep=1)
-        token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+        cache = model(prompt, past_key_values=cache, logits_to_keep=1).past_key_values
         times = []
         for step in range(WARM_UP + STEPS):
+            token = prompt[:, step : step + 1].clone()
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            position = torch.tensor([length + step], device=prompt.device)
-            out = forward(token, past_key_values=cache, cache_position=position)
-            token, cache = out.logits[:, -1:].argmax(-1).clone(), out.past_key_values
+            out = forward(token, past_key_values=cache)
+            logits, cache = out.logits[:, -1].float(), out.past_key_values
+            logits.argmax(-1)
             torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
-    return Decoding(
+        wanted = logits if wanted is None else wanted
+        error = float((logits - wanted).norm() / wanted.norm())
+    decoding = Decoding(
         name,
         statistics.median(times[WARM_UP:]) * 1e3,
         int(counters["stats"]["unique_graphs"]),
+        int(counters["kvcompile"]["recorded steps"]),
         _bytes(cache),
+        error,
     )
+    return decoding, logits
 
 
 def _bytes(cache: Any) -> int:
@@ -109,11 +124,16 @@ def compare(layers: int, context: int, batch: int, device: torch.device) -> list
         return StaticCache(config=model.config, max_cache_len=context + WARM_UP + STEPS)
 
     run = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
-    found = [decode("inductor, StaticCache, CUDA graphs", model, run, prompt, static)]
+    name = "Inductor, StaticCache, CUDA graphs"
+    first, wanted = decode(name, model, run, prompt, static)
+    found = [first]
     torch._dynamo.reset()
-    for name in ("auto", "int8", "int4"):
-        paged = torch.compile(model, backend="kvcompile", options={"kv_cache_dtype": name})
-        label = f"kvcompile, {name}"
-        found.append(decode(label, paged, paged, prompt, DynamicCache))
+    for dtype, is_static in WAYS:
+        mode = "reduce-overhead" if is_static else None
+        options: Any = {"kv_cache_dtype": dtype, "mode": mode}
+        paged = torch.compile(model, backend="kvcompile", options=options)
+        name = f"kvcompile, {dtype}, {'StaticCache, recorded' if is_static else 'DynamicCache'}"
+        new_cache = static if is_static else DynamicCache
+        found.append(decode(name, paged, paged, prompt, new_cache, wanted)[0])
         torch._dynamo.reset()
     return found

@@ -90,7 +90,10 @@ def test_a_model_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", without_inductor)
     static, *paged = gpu_model.compare(1, 40, 1, CPU)
     assert static.kv_bytes == 2 * 2 * 43 * 32 * 2
+    assert [found.recordings for found in paged] == [1, 1, 1, 0]
+    assert static.error == 0
     for found in paged:
+        assert 0 < found.error < 0.1
         assert found.milliseconds > 0
         assert found.compilations == 2
         assert found.kv_bytes > 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 
 from kvcompile.codegen.spec import MOST_QUERIES
 from kvcompile.passes.ir.program import Program, StateBinding
@@ -102,8 +103,9 @@ class _Slot:
 class GpuSteps:
     """Runs the decode steps of one graph.
 
+    `torch._dynamo.utils.counters["kvcompile"]["recorded steps"]` counts recordings.
+
     Attributes:
-        recordings: How often a step was recorded.
         positions: Where the new tokens of each stream begin, as the host knows it.
     """
 
@@ -129,7 +131,6 @@ class GpuSteps:
         self._new_len = new_len
         self._recording = recording
         self.positions = FirstPositions([state.position for state in states])
-        self.recordings = 0
         self._watch = MaskWatch(device)
         self._slots: dict[object, _Slot] = {}
         self._lock = threading.Lock()
@@ -233,7 +234,7 @@ class GpuSteps:
                 emit(not_recorded(NotRecorded(f"recording failed: {error}")), once="failed")
                 return run(states)
             slot.places = places
-            self.recordings += 1
+            counters["kvcompile"]["recorded steps"] += 1
         return slot.recorded.replay(states)
 
 

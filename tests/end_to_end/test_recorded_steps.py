@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import StaticCache
 
 pytest.importorskip("triton")
@@ -86,11 +87,13 @@ def test_one_recording_serves_all_steps_and_caches(
     arguments = settings(10, attention_mask=mask, cache_implementation="static")
     plain = compiled(model, **options).generate(ids, **arguments).sequences
     run = compiled(model, **options, mode="reduce-overhead")
+    counters.clear()
     for _ in range(2):
         assert run.generate(ids, **arguments).sequences.tolist() == plain.tolist()
     if options is not INT8:
         assert plain.tolist() == model.generate(ids, **arguments).sequences.tolist()
     (graph,) = graphs
+    assert counters["kvcompile"]["recorded steps"] == 1
     # 9 tokens are decoded in a row; the very first step only compiles.
     assert graph.replays == 2 * 9 - 1
     assert graph.launches == 3 * model.config.num_hidden_layers, "append, attend and merge"
