@@ -94,9 +94,10 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
 
     venv.create(tmp_path / "empty", with_pip=False)
     python = tmp_path / "empty" / "bin" / "python"
-    subprocess.run(
-        [sys.executable, "-m", "pip", "--python", python, "install", *quiet, wheel], check=True
-    )
+    # What is on the path would count as installed.
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    install = [sys.executable, "-m", "pip", "--python", python, "install", *quiet, wheel]
+    subprocess.run(install, check=True, env=clean)
     site_packages = Path(
         run_python("import site; print(site.getsitepackages()[0])", python=python).strip()
     )
