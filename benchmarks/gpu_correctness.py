@@ -72,7 +72,8 @@ def cases() -> list[Case]:
         found += [Case(k=name, v=name, group=group) for group in (1, 3, 7, 9)]
         found += [Case(k=name, v=name, page_size=size) for size in (32, 128)]
         found += [
-            Case(k=name, v=name, queries=queries, has_mask=True, group=5) for queries in (1, 6, 16)
+            Case(k=name, v=name, queries=queries, has_mask=True, group=5)
+            for queries in (1, 6, 16, 40)
         ]
     found.append(Case(k="fp16", v="fp16", dtype=torch.float16))
     found.append(Case(k="int4", v="int4", dtype=torch.float16))

@@ -133,7 +133,9 @@ class GpuSteps:
         self.positions = FirstPositions([state.position for state in states])
         self._watch = MaskWatch(device)
         self._slots: dict[object, _Slot] = {}
+        # Threads take turns with the buffers: on the host, and on their streams.
         self._lock = threading.Lock()
+        self._done = torch.cuda.Event() if device.type == "cuda" else None
 
     def run(
         self, args: Sequence[Any], inputs: Sequence[Any], stores: Sequence[PagedStore]
@@ -156,7 +158,11 @@ class GpuSteps:
         try:
             if self._recording is not None and len(first) == len(stores) and all(first):
                 with self._lock:
+                    if self._done is not None:
+                        self._done.wait()
                     results = self._replay(self._recording, inputs, stores, first)
+                    if self._done is not None:
+                        self._done.record()
             else:
                 for store, position in zip(stores, positions, strict=True):
                     store.step = Step(self._watch, position)

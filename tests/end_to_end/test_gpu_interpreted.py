@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 pytest.importorskip("triton")
@@ -133,3 +134,18 @@ def test_a_chunk_of_tokens_attends_to_pages(name: str, monkeypatch: pytest.Monke
 
 def not_to_be_called(*_: object) -> torch.Tensor:
     raise AssertionError("the past was made dense")
+
+
+def test_inductor_around_recorded_steps() -> None:
+    """`mode` reaches Inductor, and steps around its code are recorded by us."""
+    model: Any = tiny_llama()
+    ids = prompt(20)
+    arguments = settings(4, cache_implementation="static")
+    expected = model.generate(ids, **arguments).sequences
+    counters.clear()
+    torch._dynamo.reset()
+    run: Any = torch.compile(model, backend="kvcompile", mode="reduce-overhead")
+    result = run.generate(ids, **arguments)
+    assert result.sequences.tolist() == expected.tolist()
+    assert layouts(result.past_key_values) == {"gpu16"}
+    assert counters["kvcompile"]["recorded steps"] == 1

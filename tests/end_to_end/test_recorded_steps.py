@@ -133,7 +133,7 @@ def test_a_cache_that_is_set_back_takes_the_tokens_again(
     chat = Chat(compiled(model, **options, mode="reduce-overhead"), model.config)
     first = chat.fill(tokens, 54)
     for layer in chat.cache.layers:
-        layer.crop(-5)
+        layer.cumulative_length.sub_(5)
     again = chat.tell(tokens, 57)
     assert len(graphs) == 1
     assert graphs[0].replays == 7 + 5
@@ -149,7 +149,7 @@ def test_a_full_cache_is_refused_before_anything_is_lost(graphs: list[EmulatedGr
     with pytest.raises(CacheFullError, match="max_cache_len"):
         chat.say(tokens[:, 3:4], 30)
     for layer in chat.cache.layers:
-        layer.crop(-1)
+        layer.cumulative_length.sub_(1)
     assert torch.equal(chat.say(tokens[:, 29:30], 30), logits[-1])
     assert len(graphs) == 1
 
