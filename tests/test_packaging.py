@@ -96,7 +96,7 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     python = tmp_path / "empty" / "bin" / "python"
     # What is on the path would count as installed.
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    install = [sys.executable, "-m", "pip", "--python", python, "install", *quiet, wheel]
+    install: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "install", *quiet, wheel]
     subprocess.run(install, check=True, env=clean)
     site_packages = Path(
         run_python("import site; print(site.getsitepackages()[0])", python=python).strip()
