@@ -96,8 +96,8 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     python = tmp_path / "empty" / "bin" / "python"
     # What is on the path would count as installed.
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    install: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "install", *quiet, wheel]
-    subprocess.run(install, check=True, env=clean)
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "install"]
+    subprocess.run([*pip, *quiet, wheel], check=True, env=clean)
     site_packages = Path(
         run_python("import site; print(site.getsitepackages()[0])", python=python).strip()
     )
