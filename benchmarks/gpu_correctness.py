@@ -64,7 +64,7 @@ class Case:
 
 def cases() -> list[Case]:
     """Return the cases: every format, mixed ones, and sizes off the usual."""
-    formats = ("bf16", "fp8", "int8", "int4", "int3", "int2", "int1")
+    formats = ("bf16", "fp8", "fp8_e5m2", "int8", "int4", "int3", "int2", "int1")
     found = [Case(k=name, v=name) for name in formats]
     found += [Case(k="int8", v="int4"), Case(k="int4", v="bf16"), Case(k="bf16", v="int2")]
     for name in ("bf16", "int4"):

@@ -106,8 +106,8 @@ def decode_text(spec: KernelSpec, role: Role) -> str:
 
 def _value(part: GroupedPart) -> str:
     code = "float(codes[c] ^ 128)" if part.flipped else "float(codes[c])"
-    if part.is_float:
-        code = "widen_e4m3(codes[c])"
+    if part.float8 is not None:
+        code = f"widen_{part.float8.type_name}(codes[c])"
     if part.shape.role == "v":
         return " + ".join([f"{code} * scale", *part.words[1:]])
     terms = [f"{code} * widen_bf16(words[c])"]

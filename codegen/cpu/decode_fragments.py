@@ -17,6 +17,7 @@ from kvcompile.codegen.cpu.grouped import GroupedPart, grouped_part
 from kvcompile.codegen.cpu.panels import Calls
 from kvcompile.codegen.cpu.shape import AttendShape, split_evenly
 from kvcompile.codegen.cpu.text import render
+from kvcompile.codegen.cpu.words import load_scale
 from kvcompile.codegen.formats import Role
 from kvcompile.codegen.formats.grouped import SCALE_BYTES
 
@@ -47,7 +48,7 @@ static inline void fold_query(const uint8_t* scales, const float* q, float* fold
                               float* offset) {
   UNROLL for (int r = 0; r < ROWS; ++r) offset[r] = 0.0f;
   for (int c = 0; c < $k_channels; c += $lanes) {
-    const vec scale = load_scale_e4m3(scales + c * 2);
+    const vec scale = $load_scale(scales + c * 2);
     UNROLL for (int r = 0; r < ROWS; ++r)
       store(folded + r * $k_channels + c, mul(load(q + r * $q_stride + c), scale));
   }
@@ -140,7 +141,7 @@ static inline void fold_weights(const Chunk& chunk, const float* p, int group, W
     const uint8_t* scales = chunk.record[page] + $v_scales + group * $group_bytes;
     const int first = page * $page_size, tokens = chunk.tokens - first;
     for (int t = 0; t < $page_size; t += $lanes) {
-      const vec scale = load_scale_e4m3(scales + t * 2);
+      const vec scale = $load_scale(scales + t * 2);
       UNROLL for (int r = 0; r < ROWS; ++r) {
         const int at = r * $chunk + first + t;
         store(weights.p + at, t < tokens ? weighted(load(p + at), scale) : zero());
@@ -205,7 +206,8 @@ def decode_scores(shape: AttendShape) -> str:
     steps = field // 4 * _turns(part) * (16 // lanes)
     share = -(-shape.v_token_bytes * 16 // steps)
     fold = render(
-        FOLD_QUERY_FP8 if part.is_float else FOLD_QUERY,
+        FOLD_QUERY if part.float8 is None else FOLD_QUERY_FP8,
+        load_scale="" if part.float8 is None else load_scale(part.float8),
         k_channels=channels,
         q_stride=shape.q_stride,
         lanes=lanes,
@@ -238,7 +240,8 @@ def decode_accumulate(shape: AttendShape) -> str:
     ]
     literals = {"page_size": page_size, "chunk": shape.chunk, "lanes": lanes}
     fold = render(
-        FOLD_WEIGHTS_FP8 if part.is_float else FOLD_WEIGHTS,
+        FOLD_WEIGHTS if part.float8 is None else FOLD_WEIGHTS_FP8,
+        load_scale="" if part.float8 is None else load_scale(part.float8),
         block_rows=max(shape.block_sizes()),
         group_size=shape.layout.q_group_size,
         group_bytes=SCALE_BYTES * page_size * len(part.words),
@@ -336,8 +339,8 @@ def _codes(part: GroupedPart, field: int, template: str, **literals: object) -> 
         loop = f"for (int f = 0; f < {8 // bits}; ++f, x >>= {bits})"
     else:
         element = "j"
-        if part.is_float:
-            numbers = ["const vec code = number_e4m3(x, j * 8);"]
+        if part.float8 is not None:
+            numbers = [f"const vec code = number_{part.float8.type_name}(x, j * 8);"]
     number = indent("\n".join(numbers), "  ")
     text = render(template, codes=count, number=number, element=element, **literals)
     return f"{loop} {{\n{indent(text, '  ')}\n}}" if loop else text

@@ -10,9 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvcompile.codegen.cpu.fields import pack_text
-from kvcompile.codegen.cpu.grouped import GroupedPart, grouped_part, part_channels
+from kvcompile.codegen.cpu.grouped import (
+    GroupedPart,
+    float8_formats,
+    grouped_part,
+    part_channels,
+)
 from kvcompile.codegen.cpu.pages import part_format
-from kvcompile.codegen.cpu.rounding import NARROW_E4M3, NEAREST, NUMBERS
+from kvcompile.codegen.cpu.rounding import NEAREST, NUMBERS, narrow_text
 from kvcompile.codegen.cpu.scalars import CTYPE, narrow
 from kvcompile.codegen.cpu.text import join_sections, render
 from kvcompile.codegen.formats import Role
@@ -33,10 +38,10 @@ static inline uint8_t quantize_$role(float x, float minimum, float scale) {
 }
 """
 
-QUANTIZE_E4M3 = """
+QUANTIZE_FP8 = """
 // the word of x in units of scale
 static inline uint8_t quantize_$role(float x, float scale) {
-  return narrow_e4m3(x / scale);
+  return narrow_$type(x / scale);
 }
 """
 
@@ -81,14 +86,14 @@ static inline void levels_k(const float* x /* [P][$channels] */, float* minimum,
 }
 """
 
-LEVELS_K_E4M3 = """
-// each channel: its largest magnitude becomes at most 448
+LEVELS_K_FP8 = """
+// each channel: its largest magnitude becomes at most $largest
 static inline void levels_k(const float* x /* [P][$channels] */, float* scale) {
   alignas(64) int32_t highest[$channels] = {};
   for (int t = 0; t < $page_size; ++t)
     for (int c = 0; c < $channels; ++c)
       highest[c] = std::max(highest[c], ordered(std::fabs(x[t * $channels + c])));
-  for (int c = 0; c < $channels; ++c) scale[c] = bf16_up(from_ordered(highest[c]) / 448.0f);
+  for (int c = 0; c < $channels; ++c) scale[c] = bf16_up(from_ordered(highest[c]) / $largest.0f);
 }
 """
 
@@ -131,10 +136,10 @@ LEVELS_V_BIT = """
   const float scale = bf16_up((mean + deviation) - minimum);
 """
 
-LEVELS_V_E4M3 = """
+LEVELS_V_FP8 = """
   int32_t highest = 0;
   for (int c = 0; c < $size; ++c) highest = std::max(highest, ordered(std::fabs(x[c])));
-  const float scale = bf16_up(from_ordered(highest) / 448.0f);
+  const float scale = bf16_up(from_ordered(highest) / $largest.0f);
 """
 
 TREE_SUM_V = """
@@ -190,7 +195,7 @@ def encode_text(spec: KernelSpec) -> str:
     return join_sections(
         NUMBERS,
         NEAREST if any(part.is_even for part in grouped) else "",
-        NARROW_E4M3 if any(part.is_float for part in grouped) else "",
+        *(narrow_text(format_) for format_ in float8_formats(*grouped)),
         *(
             _exact_text(spec, role) if part is None else _grouped_text(part)
             for role, part in parts.items()
@@ -220,7 +225,8 @@ def _grouped_text(part: GroupedPart) -> str:
         "page_size": part.shape.page_size,
         "channels": part.channels,
         "code_bytes": part.code_bytes,
-        "largest": part.largest_code,
+        "largest": part.largest,
+        "type": "" if part.float8 is None else part.float8.type_name,
         "words": " and ".join(part.words),
         "pack": "".join(
             f"  pack_{role}_{plane.bits}(codes, part{_plus(plane.begin)});\n"
@@ -232,15 +238,15 @@ def _grouped_text(part: GroupedPart) -> str:
     if tail:
         literals["tail"] = f"  memset(part + {part.used_bytes}, 0, {tail});\n"
     return join_sections(
-        render(_choose(part, QUANTIZE_EVEN, QUANTIZE_BIT, QUANTIZE_E4M3), **literals),
+        render(_choose(part, QUANTIZE_EVEN, QUANTIZE_BIT, QUANTIZE_FP8), **literals),
         *(pack_text(part, plane) for plane in part.planes()),
         *(_k_texts if role == "k" else _v_texts)(part, literals),
     )
 
 
-def _choose(part: GroupedPart, even: str, bit: str, e4m3: str) -> str:
+def _choose(part: GroupedPart, even: str, bit: str, fp8: str) -> str:
     if part.is_float:
-        return e4m3
+        return fp8
     return bit if part.format.bits == 1 else even
 
 
@@ -251,7 +257,7 @@ def _k_texts(part: GroupedPart, literals: Mapping[str, object]) -> list[str]:
     )
     backwards = part.words[::-1]
     return [
-        render(_choose(part, LEVELS_K_EVEN, LEVELS_K_BIT, LEVELS_K_E4M3), **literals),
+        render(_choose(part, LEVELS_K_EVEN, LEVELS_K_BIT, LEVELS_K_FP8), **literals),
         render(
             ENCODE_K,
             divisors="" if part.format.bits == 1 else render(DIVISORS_K, **literals) + "\n",
@@ -298,7 +304,7 @@ def _v_texts(part: GroupedPart, literals: Mapping[str, object]) -> list[str]:
 
 
 def _group_text(part: GroupedPart, size: int, literals: Mapping[str, object]) -> str:
-    levels = _choose(part, LEVELS_V_EVEN, LEVELS_V_BIT, LEVELS_V_E4M3)
+    levels = _choose(part, LEVELS_V_EVEN, LEVELS_V_BIT, LEVELS_V_FP8)
     stores = "".join(
         f"  words[{i * part.shape.page_size}] = bf16_word({word});\n"
         for i, word in enumerate(part.words)

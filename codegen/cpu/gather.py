@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvcompile.codegen.cpu.abi import signature_text
 from kvcompile.codegen.cpu.decode import decode_text
+from kvcompile.codegen.cpu.grouped import float8_formats, grouped_part
 from kvcompile.codegen.cpu.pages import (
     copy_kernel,
     is_exact,
@@ -12,7 +13,7 @@ from kvcompile.codegen.cpu.pages import (
     supports_pages,
 )
 from kvcompile.codegen.cpu.quantized_gather import quantized_token_text
-from kvcompile.codegen.cpu.rounding import WIDEN_E4M3
+from kvcompile.codegen.cpu.rounding import widen_text
 from kvcompile.codegen.cpu.scalars import CTYPE, convert
 from kvcompile.codegen.cpu.text import render
 from kvcompile.codegen.formats import Role
@@ -111,8 +112,8 @@ class GatherGenerator:
         """Print the kernel of `spec`."""
         parts = [_read_text(spec, "k"), _read_text(spec, "v")]
         if spec.is_grouped:
-            if "fp8" in (spec.k_format, spec.v_format):
-                parts.insert(0, WIDEN_E4M3)
+            coded = float8_formats(grouped_part(spec, "k"), grouped_part(spec, "v"))
+            parts[:0] = [widen_text(format_) for format_ in coded]
             parts += [_read_text(spec, "k", "exact_"), _read_text(spec, "v", "exact_")]
         parts.append(_main_text(spec))
         return copy_kernel(spec, "stored K and V as dense tensors", "k_BKTD, v_BKTD", *parts)

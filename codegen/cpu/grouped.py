@@ -40,9 +40,14 @@ class GroupedPart:
     shape: PartShape
 
     @property
+    def float8(self) -> Float8Format | None:
+        """The format, if the codes are words of a floating-point type."""
+        return self.format if isinstance(self.format, Float8Format) else None
+
+    @property
     def is_float(self) -> bool:
         """Whether the codes are words of a floating-point type."""
-        return isinstance(self.format, Float8Format)
+        return self.float8 is not None
 
     @property
     def is_even(self) -> bool:
@@ -50,9 +55,9 @@ class GroupedPart:
         return not self.is_float and self.format.bits > 1
 
     @property
-    def largest_code(self) -> int:
-        """The code of the upper end of an integer format."""
-        return (1 << self.format.bits) - 1
+    def largest(self) -> int:
+        """What the code of the upper end stands for in units of the scale."""
+        return (1 << self.format.bits) - 1 if self.float8 is None else int(self.float8.largest)
 
     @property
     def flipped(self) -> bool:
@@ -101,6 +106,12 @@ def grouped_part(spec: KernelSpec, role: Role) -> GroupedPart | None:
     if isinstance(format_, IntegerFormat | Float8Format):
         return GroupedPart(format_, layout.part(role))
     return None
+
+
+def float8_formats(*parts: GroupedPart | None) -> list[Float8Format]:
+    """Return the floating-point types of the codes of some parts, each once."""
+    found = (part.float8 for part in parts if part is not None)
+    return list(dict.fromkeys(format_ for format_ in found if format_ is not None))
 
 
 def part_channels(spec: KernelSpec, role: Role) -> int:

@@ -200,6 +200,6 @@ def codes_text(part: IntegerPart) -> str:
     elif part.fields == 1:
         body = render(WHOLE, packed=part.address(planes[0], "i"))
     else:
-        mask = part.part.largest_code
+        mask = part.part.largest
         body = render(FIELDS, packed=part.address(planes[0], "i"), bits=part.bits, mask=mask)
     return f"{head}\n{body}\n}}"

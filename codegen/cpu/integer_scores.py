@@ -157,7 +157,7 @@ def scores_text(shape: AttendShape) -> str:
         block_rows=max(shape.block_sizes()),
         channels=channels,
         scales=k.scales,
-        centre=f"{k.part.largest_code / 2}f",
+        centre=f"{k.part.largest / 2}f",
         rounds=_rounds(channels),
         **literals,
     )

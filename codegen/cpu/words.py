@@ -5,9 +5,10 @@ One text serves every instruction set: compilers turn vectors of integers into i
 
 from __future__ import annotations
 
-from kvcompile.codegen.cpu.grouped import grouped_part
+from kvcompile.codegen.cpu.grouped import float8_formats, grouped_part
 from kvcompile.codegen.cpu.shape import AttendShape
 from kvcompile.codegen.cpu.text import render
+from kvcompile.codegen.formats.float8 import Float8Format
 
 WORDS = """
 // ---- words of 32 bits, one per lane, which hold several codes each -----------------------------
@@ -31,18 +32,22 @@ static inline vec weighted(vec p, vec x) { return p == zero() ? zero() : mul(p, 
 """
 
 WORDS_FP8 = """
-// the byte of e4m3 from bit `shift` on, times 2^-8: sign, 4 bits of exponent, 3 of fraction
-static inline vec number_e4m3(words x, int shift) {
+// the byte of $type from bit `shift` on$divided:
+// sign, $exponent_bits bits of exponent, $mantissa_bits of fraction
+static inline vec number_$type(words x, int shift) {
   const words sign = bits(x, shift - 24, 0x80000000u);
-  // 2^(exponent - 15) (1 + fraction / 8)
-  const words y = bits(x, shift - 20, 0x07f00000u) | 0x38000000u;
+  // 2^(exponent - 15) (1 + fraction / $fractions)
+  const words y = bits(x, shift - $left, ${mask}u) $join 0x38000000u;
   // Exponent 0 has no hidden one: 2 y - 2^-14 is the number then, and less than y only then.
   const vec z = fma((vec)y, splat(2.0f), splat(-0x1p-14f));
   const signed_words least = (signed_words)z < (signed_words)y ? (signed_words)z : (signed_words)y;
   return (vec)((words)least | sign);
 }
+"""
+
+SCALE_FP8 = """
 // the scales for such numbers
-static inline vec load_scale_e4m3(const uint8_t* p) { return mul(load_bf16(p), splat(256.0f)); }
+static inline vec load_scale_$type(const uint8_t* p) { return mul(load_bf16(p), splat($unit.0f)); }
 """
 
 
@@ -50,6 +55,31 @@ def words_text(shape: AttendShape) -> str:
     """Print the vocabulary of codes."""
     text = render(WORDS, bytes=shape.isa.lanes * 4, half_bytes=shape.isa.lanes * 2)
     parts = (grouped_part(shape.spec, "k"), grouped_part(shape.spec, "v"))
-    if any(part is not None and part.is_float for part in parts):
-        text += "\n" + WORDS_FP8.strip("\n")
+    for format_ in float8_formats(*parts):
+        text += "\n" + _float8_text(format_)
+    return text
+
+
+def load_scale(format_: Float8Format) -> str:
+    """Return the name of the function that loads scales for what `number_` of a type returns."""
+    return f"load_scale_{format_.type_name}" if format_.fp16_exponent else "load_bf16"
+
+
+def _float8_text(format_: Float8Format) -> str:
+    left, unit = 23 - format_.mantissa_bits, format_.fp16_exponent
+    mask = 0x7F << left
+    text = render(
+        WORDS_FP8,
+        type=format_.type_name,
+        exponent_bits=format_.exponent_bits,
+        mantissa_bits=format_.mantissa_bits,
+        fractions=1 << format_.mantissa_bits,
+        divided=f", times 2^-{unit}" if unit else "",
+        left=left,
+        mask=f"0x{mask:08x}",
+        # The highest of 5 bits of exponent meets a bit of 112, which is added then.
+        join="+" if mask & 0x38000000 else "|",
+    )
+    if unit:
+        text += "\n" + render(SCALE_FP8, type=format_.type_name, unit=1 << unit)
     return text

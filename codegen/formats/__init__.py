@@ -13,11 +13,12 @@ from kvcompile.codegen.formats.base import (
     padded_channels,
 )
 from kvcompile.codegen.formats.exact import BF16, FP16, FP32
-from kvcompile.codegen.formats.float8 import FP8
+from kvcompile.codegen.formats.float8 import FP8, FP8_E5M2
 from kvcompile.codegen.formats.integer import INT1, INT2, INT3, INT4, INT8
 
 FORMATS: dict[str, Format] = {
-    format_.name: format_ for format_ in (FP32, BF16, FP16, FP8, INT8, INT4, INT3, INT2, INT1)
+    format_.name: format_
+    for format_ in (FP32, BF16, FP16, FP8, FP8_E5M2, INT8, INT4, INT3, INT2, INT1)
 }
 """Every format by name; a new format is one file and one entry."""
 

@@ -1,7 +1,8 @@
-"""8-bit floating point, e4m3 without infinities, with a scale per group.
+"""8-bit floating point with a scale per group: e4m3, and e5m2 of more range and fewer bits.
 
-Codes lie as those of 8-bit integers do. The scale takes the largest magnitude of the group to 448,
-the largest number of the type (https://arxiv.org/abs/2209.05433).
+Codes lie as those of 8-bit integers do. The scale takes the largest magnitude of the group to the
+largest number of the type, 448 or 57344 (https://arxiv.org/abs/2209.05433). Nothing finite is
+stored as an infinity, which e5m2 has and e4m3 has not.
 """
 
 from __future__ import annotations
@@ -26,19 +27,49 @@ from kvcompile.codegen.formats.grouped import (
     v_channels,
 )
 
-LARGEST = 448.0
+FP16_BIAS = 15
 
 
 @dataclass(frozen=True)
 class Float8Format:
-    """e4m3 words with a scale per group."""
+    """Words of a floating-point type with a scale per group.
 
-    name: str = "fp8"
+    Attributes:
+        name: Name used in specs and options.
+        exponent_bits: Bits of the exponent; the mantissa has those that it and the sign leave.
+        largest: The largest finite number.
+        word: Torch's type of the codes.
+    """
+
+    name: str
+    exponent_bits: int
+    largest: float
+    word: torch.dtype
     bits: int = 8
     dtype: torch.dtype = torch.float32
     is_grouped: bool = True
     has_minimum: bool = False
     smallest_page: int = TILE
+
+    @property
+    def mantissa_bits(self) -> int:
+        """Bits of the mantissa, without the hidden one."""
+        return 7 - self.exponent_bits
+
+    @property
+    def bias(self) -> int:
+        """What the exponent field of 1 is."""
+        return (1 << self.exponent_bits - 1) - 1
+
+    @property
+    def type_name(self) -> str:
+        """What the type is called."""
+        return f"e{self.exponent_bits}m{self.mantissa_bits}"
+
+    @property
+    def fp16_exponent(self) -> int:
+        """By 2 to this power a number is smaller whose fields are read as those of fp16."""
+        return FP16_BIAS - self.bias
 
     def channels(self, shape: PartShape) -> int:
         """Return the channels stored, pad channels included."""
@@ -61,9 +92,9 @@ class Float8Format:
         """Return the numbers that stand for dense[..., P, D]."""
         words, scales = [], []
         for x in groups(shape, dense):
-            scale = bf16_up(x.abs().amax(dim=-1) / LARGEST)
+            scale = bf16_up(x.abs().amax(dim=-1) / self.largest)
             scaled = x / torch.where(scale == 0, 1.0, scale)[..., None]
-            words.append(scaled.to(torch.float8_e4m3fn).view(torch.uint8))
+            words.append(scaled.to(self.word).view(torch.uint8))
             scales.append([scale])
         codes = F.pad(ungroup(shape, words), (0, self.channels(shape) - shape.head_dim))
         return Coded(codes.to(torch.int32), scales)
@@ -71,7 +102,7 @@ class Float8Format:
     def dequantize(self, shape: PartShape, coded: Coded) -> torch.Tensor:
         """Return the numbers as fp32 [..., P, D]."""
         codes = coded.codes[..., : shape.head_dim]
-        values = codes.to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+        values = codes.to(torch.uint8).view(self.word).to(torch.float32)
         parts = groups(shape, values)
         return ungroup(
             shape, [c * s[..., None] for c, (s,) in zip(parts, coded.scales, strict=True)]
@@ -95,4 +126,5 @@ class Float8Format:
         return Coded(codes, unpack_scales(shape, channels, stored[..., size:], 1))
 
 
-FP8 = Float8Format()
+FP8 = Float8Format("fp8", 4, 448.0, torch.float8_e4m3fn)
+FP8_E5M2 = Float8Format("fp8_e5m2", 5, 57344.0, torch.float8_e5m2)

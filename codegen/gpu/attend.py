@@ -68,8 +68,8 @@ def _helpers(shape: GpuShape) -> list[str]:
     parts = [part for part in (shape.k, shape.v) if part.is_grouped]
     texts += rope.turned_text(shape.spec)
     dtype = "fp16" if shape.is_fp16 else "fp32"
-    if any(part.is_float for part in parts):
-        texts.append(unpack_float_text(ptx=ptx, dtype=dtype))
+    floats = dict.fromkeys(part.float8 for part in parts if part.float8 is not None)
+    texts += [unpack_float_text(format_, ptx=ptx, dtype=dtype) for format_ in floats]
     unpacked = {
         (bits, part.role == "k" and shape.is_raw)
         for part in parts

@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvcompile.codegen.formats import TILE
 from kvcompile.codegen.gpu.fragments import channels, place, point_to_record, within
 from kvcompile.codegen.gpu.glossary import gather_glossary
-from kvcompile.codegen.gpu.helpers import LOWER, UPPER
+from kvcompile.codegen.gpu.helpers import LOWER, MANTISSA, UPPER, unit_factor
 from kvcompile.codegen.gpu.shape import (
     ROLES,
     GpuShape,
@@ -147,10 +147,11 @@ def _find_codes(w: Writer, part: Part, piece: Piece) -> None:
         w(f"code = code | (field << {low})" if low else "code = field")
         offset += part.shape.page_size * part.channels * planes.bits // 8
         low += planes.bits
-    if part.is_float:
+    if part.float8 is not None:
+        shift = MANTISSA - part.float8.mantissa_bits
         w(
-            "bits = (((code & 0x7F) << 7) | ((code & 0x80) << 8)).to(tl.int16)",
-            "code = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0",
+            f"bits = (((code & 0x7F) << {shift}) | ((code & 0x80) << 8)).to(tl.int16)",
+            f"code = bits.to(tl.float16, bitcast=True).to(tl.float32){unit_factor(part)}",
         )
 
 

@@ -8,15 +8,20 @@ again.
 
 from __future__ import annotations
 
-from kvcompile.codegen.gpu.shape import TRITON_TYPE
+from kvcompile.codegen.formats.float8 import FP16_BIAS, Float8Format
+from kvcompile.codegen.gpu.shape import TRITON_TYPE, Part
 
 MANTISSA = 10
-ONE_EXPONENT = 15
 
 
-def unpack_name(bits: int, *, is_float: bool = False, is_raw: bool = False) -> str:
-    """Return the name of the function that unpacks words of fields."""
-    return "unpack_fp8" if is_float else f"unpack_{bits}{'_raw' if is_raw else ''}"
+def unpack_name(bits: int, *, is_raw: bool = False) -> str:
+    """Return the name of the function that unpacks words of integer fields."""
+    return f"unpack_{bits}{'_raw' if is_raw else ''}"
+
+
+def unpack_float_name(format_: Float8Format) -> str:
+    """Return the name of the function that unpacks words of floating-point numbers."""
+    return f"unpack_{format_.name}"
 
 
 def raw_place(bits: int, field: int) -> int:
@@ -97,7 +102,7 @@ def _fields_ptx(bits: int, *, raw: bool) -> list[str]:
         else:
             body.append(f"sub.f16x2 ${i}, a, k;")
     for low in range(bits, shift, bits) if not raw else ():
-        scale, minus = ONE_EXPONENT - low << MANTISSA, ONE_EXPONENT + MANTISSA - low
+        scale, minus = FP16_BIAS - low << MANTISSA, FP16_BIAS + MANTISSA - low
         constants.append(f"mov.b32 s{low}, {_twice(scale)};")
         constants.append(f"mov.b32 m{low}, {_twice(0x8000 | minus << MANTISSA)};")
     names = ["t", "a", "k", *(line.split()[1].rstrip(",") for line in constants[1:])]
@@ -110,29 +115,46 @@ def _fields_ptx(bits: int, *, raw: bool) -> list[str]:
     ]
 
 
-def unpack_float_text(*, ptx: bool, dtype: str) -> str:
-    """Print the function that turns int16 words into two e4m3 numbers, divided by 256.
+def unit_factor(part: Part) -> str:
+    """Print the factor that turns unpacked numbers into those that codes stand for."""
+    return f" * {2.0**part.unit_bits}" if part.unit_bits else ""
 
-    The bits of the one type, shifted, are the other's, whose exponents begin 8 lower.
+
+def unpack_float_text(format_: Float8Format, *, ptx: bool, dtype: str) -> str:
+    """Print the function that turns int16 words into two floating-point numbers.
+
+    The bits of the one type, shifted, are those of fp16, whose exponents begin lower: numbers are
+    divided by 2^fp16_exponent. With as many bits of exponent as fp16 has the sign moves as far as
+    all else, and a number is one byte that is moved.
     """
-    name = unpack_name(8, is_float=True)
-    head = f"@triton.jit\ndef {name}(words):\n    # two e4m3 numbers / 256, lowest first\n"
-    if ptx and dtype == "fp16":
+    unit, shift = 1 << format_.fp16_exponent, MANTISSA - format_.mantissa_bits
+    divided = f" / {unit}" if unit > 1 else ""
+    head = (
+        f"@triton.jit\ndef {unpack_float_name(format_)}(words):\n"
+        f"    # two {format_.type_name} numbers{divided}, lowest first\n"
+    )
+    if shift == 8:
+        body = ["prmt.b32 $0, $2, 0, 0x2404;", f"and.b32 $1, $2, {_twice(0xFF00)};"]
+        low, high = "words << 8", "words & -256"
+    else:
+        mask = 0x7F << shift
         body = [
             ".reg .b32 a, b;",
             "shl.b32 a, $2, 8;",
             "and.b32 a, a, 0x80008000;",
-            "shl.b32 b, $2, 7;",
-            "lop3.b32 $0, b, 0x3F803F80, a, 0xEA;",
+            f"shl.b32 b, $2, {shift};",
+            f"lop3.b32 $0, b, {_twice(mask)}, a, 0xEA;",
             "and.b32 a, $2, 0x80008000;",
-            "shr.b32 b, $2, 1;",
-            "lop3.b32 $1, b, 0x3F803F80, a, 0xEA;",
+            f"shr.b32 b, $2, {8 - shift};",
+            f"lop3.b32 $1, b, {_twice(mask)}, a, 0xEA;",
         ]
+        low = f"((words << {shift}) & 0x{mask:04X}) | ((words << 8) & -32768)"
+        high = f"((words >> {8 - shift}) & 0x{mask:04X}) | (words & -32768)"
+    if ptx and dtype == "fp16":
         return head + _asm(body, 2)
     cast = "" if dtype == "fp16" else f".to({TRITON_TYPE[dtype]})"
     return (
-        head + "    low = ((words << 7) & 0x3F80) | ((words << 8) & -32768)\n"
-        "    high = ((words >> 1) & 0x3F80) | (words & -32768)\n"
+        head + f"    low = {low}\n    high = {high}\n"
         f"    return (low.to(tl.float16, bitcast=True){cast}, "
         f"high.to(tl.float16, bitcast=True){cast})\n"
     )

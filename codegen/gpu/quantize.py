@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcompile.codegen.formats import TILE
+from kvcompile.codegen.formats.float8 import Float8Format
 from kvcompile.codegen.formats.planes import LARGEST_EXPONENT, SMALLEST_EXPONENT
 from kvcompile.codegen.gpu import rope
 from kvcompile.codegen.gpu.fragments import channels, place, point_to_record, within
@@ -50,15 +51,20 @@ def word(scale, minimum):
     return scale.to(tl.int32, bitcast=True) | low
 """
 
-E4M3 = """@triton.jit
-def e4m3(x):
-    # the nearest e4m3 number, half to even, for |x| <= 448
+
+def nearest_float_text(format_: Float8Format) -> str:
+    """Print the function that returns the words of a type of 8 bits."""
+    low, bias, name = 23 - format_.mantissa_bits, format_.bias, format_.type_name
+    half, below = (1 << low - 1) - 1, 127 - bias << format_.mantissa_bits
+    return f"""@triton.jit
+def {name}(x):
+    # the nearest {name} number, half to even, for |x| <= {format_.largest:g}
     bits = x.to(tl.int32, bitcast=True)
     size = tl.abs(x)
     magnitude = size.to(tl.int32, bitcast=True)
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
-    small = nearest(size * 512.0).to(tl.int32)
-    return tl.where(size < 0.015625, small, normal) | ((bits >> 24) & 0x80)
+    normal = ((magnitude + 0x{half:X} + ((magnitude >> {low}) & 1)) >> {low}) - {below}
+    small = nearest(size * {2.0 ** (bias - 1 + format_.mantissa_bits)}).to(tl.int32)
+    return tl.where(size < {2.0 ** (1 - bias)}, small, normal) | ((bits >> 24) & 0x80)
 """
 
 
@@ -68,8 +74,8 @@ def helpers(shape: GpuShape) -> list[str]:
     if not parts:
         return []
     texts = [BF16_UP, NEAREST, STEP]
-    if any(part.is_float for part in parts):
-        texts.append(E4M3)
+    floats = dict.fromkeys(part.float8 for part in parts if part.float8 is not None)
+    texts += [nearest_float_text(format_) for format_ in floats]
     if any(not part.is_float for part in parts):
         texts += [BF16_DOWN, WORD]
     return texts
@@ -149,7 +155,7 @@ def _scales_of_channels(w: Writer, part: Part) -> None:
     for piece in part.pieces:
         x = f"x{piece.name}"
         if part.is_float:
-            w(f"scale = bf16_up(tl.math.div_rn(tl.max(tl.abs({x}), 0), 448.0))")
+            w(f"scale = bf16_up(tl.math.div_rn(tl.max(tl.abs({x}), 0), {_largest(part)}))")
         elif part.widths == (1,):
             _halves(w, f"total = {x}", "total", tokens, piece.width, axis=0)
             w(f"mean = total * {1 / tokens!r}")
@@ -178,7 +184,7 @@ def _scales_of_tokens(w: Writer, spec: KernelSpec, part: Part) -> None:
         pieces = [piece for piece in part.pieces if piece.group == group]
         if part.is_float:
             _over_pieces(w, part, pieces, "largest", "tl.max(tl.abs({0}), 1)", "tl.maximum")
-            w("scale = bf16_up(tl.math.div_rn(largest, 448.0))")
+            w(f"scale = bf16_up(tl.math.div_rn(largest, {_largest(part)}))")
         elif part.widths == (1,):
             _means(w, spec, part, group)
             w("minimum = bf16_down(mean - deviation)")
@@ -202,6 +208,8 @@ def _scales_of_tokens(w: Writer, spec: KernelSpec, part: Part) -> None:
 
 
 def _largest(part: Part) -> str:
+    if part.float8 is not None:
+        return repr(part.float8.largest)
     return repr(float((1 << sum(part.widths)) - 1))
 
 
@@ -256,8 +264,8 @@ def _halves(w: Writer, first: str, name: str, size: int, other: int, *, axis: in
 
 def _codes(w: Writer, part: Part, piece: Piece, scale: str, minimum: str) -> None:
     x, code = f"x{piece.name}", f"c{piece.name}"
-    if part.is_float:
-        value = f"e4m3(tl.math.div_rn({x}, step({scale})))"
+    if part.float8 is not None:
+        value = f"{part.float8.type_name}(tl.math.div_rn({x}, step({scale})))"
     elif part.widths == (1,):
         value = f"({x} > {minimum} + {scale} * 0.5).to(tl.int32)"
     else:

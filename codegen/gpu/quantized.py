@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING
 
 from kvcompile.codegen.gpu import fragments
 from kvcompile.codegen.gpu.fragments import place
-from kvcompile.codegen.gpu.helpers import raw_place, unpack_name
+from kvcompile.codegen.gpu.helpers import raw_place, unit_factor, unpack_float_name, unpack_name
 from kvcompile.codegen.gpu.shape import TRITON_TYPE, GpuShape, Part, Piece
 
 if TYPE_CHECKING:
     from kvcompile.codegen.gpu.text import Writer
-
-FLOAT8_BITS = 8
-"""Unpacked e4m3 numbers are divided by 2 to this power."""
 
 QUERY_ROOM_BITS = 11
 """By 2 to this power scaled queries are larger, so that fp16 holds those of small scales with all
@@ -65,7 +62,8 @@ def _scaled_query(w: Writer, shape: GpuShape) -> None:
     for piece in shape.k.pieces:
         name = piece.name
         w(f"qh{name} = (q{name}.to(tl.float32) * power(254 - q_exponent)[:, None]).to(tl.float16)")
-    room = "" if shape.k.is_float else f" * {2.0**-QUERY_ROOM_BITS}"
+    bits = query_bits(shape.k) - shape.k.unit_bits
+    room = f" * {2.0**-bits}" if bits else ""
     w(f"q_scale_log2 = power(q_exponent) * scale_log2{room}")
 
 
@@ -97,13 +95,9 @@ def _page(w: Writer, shape: GpuShape, sinks: int) -> None:
             _accumulate_words(w, shape, tile, first=not i)
 
 
-def _unit(part: Part) -> str:
-    return f" * {2.0**FLOAT8_BITS}" if part.is_float else ""
-
-
-def _query_bits(part: Part) -> int:
+def query_bits(part: Part) -> int:
     """Return by which power of two a query with the scales of K is larger."""
-    return FLOAT8_BITS if part.is_float else QUERY_ROOM_BITS
+    return part.unit_bits or QUERY_ROOM_BITS
 
 
 def _load_codes(w: Writer, shape: GpuShape, part: Part, tiles: list[str]) -> None:
@@ -131,8 +125,10 @@ def _load_codes(w: Writer, shape: GpuShape, part: Part, tiles: list[str]) -> Non
                 if number:
                     names = [f"{name}h" for name in names]
                 load = f"tl.load({pointer} + {rows}[:, None] * {row} + {columns}[None, :])"
-                raw = role == "k" and shape.is_raw
-                call = unpack_name(planes.bits, is_float=part.is_float, is_raw=raw)
+                if part.float8 is not None:
+                    call = unpack_float_name(part.float8)
+                else:
+                    call = unpack_name(planes.bits, is_raw=role == "k" and shape.is_raw)
                 w(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {call}({load})")
         if number:
             for piece in part.pieces:
@@ -165,7 +161,7 @@ def _k_scales(w: Writer, shape: GpuShape) -> None:
     if shape.is_fp16:
         w(f"k_exponent = tl.max(tl.load({place('int32', part.offset)} + tl.arange(0, 1)), 0)")
         # Exponents of parts begin at 16, so that there is room above 254.
-        w(f"over_unit = power({254 + _query_bits(part)} - k_exponent)")
+        w(f"over_unit = power({254 + query_bits(part)} - k_exponent)")
     together = _load_k_scales_together(w, shape)
     for i, piece in enumerate(part.pieces):
         if not together:
@@ -212,7 +208,7 @@ def _scale_codes(w: Writer, shape: GpuShape, piece: Piece) -> None:
     scale = f"{_fp32_scale(shape.k, piece.name)}[None, :]"
     for tile in shape.tile_names:
         name = f"k{piece.name}{tile}"
-        w(f"{name} = {name} * {scale}{_unit(shape.k)}{low}")
+        w(f"{name} = {name} * {scale}{unit_factor(shape.k)}{low}")
 
 
 def _fp32_scale(part: Part, which: str) -> str:
@@ -284,7 +280,7 @@ def _accumulate(w: Writer, shape: GpuShape, tiles: list[str]) -> None:
             f"unit_next = tl.maximum(unit, tl.max(tl.load({header} + tl.arange(0, 1)), 0))",
             "a_o = a * power(tl.maximum(127 + unit - unit_next, 1))",
             "unit = unit_next",
-            f"over_unit = power({254 + (FLOAT8_BITS if part.is_float else 0)} - unit)",
+            f"over_unit = power({254 + part.unit_bits} - unit)",
         )
     shrink = "a_o" if shape.has_unit else "a"
     for i, tile in enumerate(tiles):
@@ -300,7 +296,8 @@ def _accumulate(w: Writer, shape: GpuShape, tiles: list[str]) -> None:
                     w(f"o{piece.name} = tl.dot(ps, {value}, {before})")
                     continue
                 low = "" if part.is_float else f" + lower(words{g})[:, None]"
-                w(f"{value} = {value} * {_fp32_scale(part, str(g))}[:, None]{_unit(part)}{low}")
+                scale = f"{_fp32_scale(part, str(g))}[:, None]"
+                w(f"{value} = {value} * {scale}{unit_factor(part)}{low}")
                 w(f'o{piece.name} = tl.dot(p{tile}, {value}, {before}, input_precision="ieee")')
 
 

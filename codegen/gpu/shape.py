@@ -91,9 +91,20 @@ class Part:
         return get_format(self.name).is_grouped
 
     @property
+    def float8(self) -> Float8Format | None:
+        """Its format, if its codes are floating-point numbers of 8 bits."""
+        format_ = get_format(self.name)
+        return format_ if isinstance(format_, Float8Format) else None
+
+    @property
     def is_float(self) -> bool:
         """Whether its codes are floating-point numbers of 8 bits."""
-        return isinstance(get_format(self.name), Float8Format)
+        return self.float8 is not None
+
+    @property
+    def unit_bits(self) -> int:
+        """By 2 to this power numbers that are unpacked as fp16 are smaller than what they say."""
+        return 0 if self.float8 is None else self.float8.fp16_exponent
 
     @property
     def types(self) -> list[str]:
@@ -296,7 +307,7 @@ class GpuShape:
         """
         if self.product_type("v") != "fp16":
             return 0
-        return 5 if self.v.is_grouped and self.v.is_float else 12
+        return min(12, 13 - self.v.unit_bits)
 
     @property
     def has_unit(self) -> bool:

@@ -14,6 +14,7 @@ from kvcompile.codegen.formats import FORMATS, PartShape, Role, decode, encode
 from kvcompile.codegen.formats.grouped import bf16_down, bf16_up, pack_fields, unpack_fields
 from kvcompile.codegen.formats.integer import IntegerFormat
 from kvcompile.codegen.layout import RecordLayout, Window
+from tests.support.float8 import FLOAT8, finite_numbers
 
 GROUPED = [name for name, format_ in FORMATS.items() if format_.is_grouped]
 EVEN = ["int2", "int3", "int4", "int8"]
@@ -93,23 +94,37 @@ def test_one_bit_keeps_the_nearer_of_two_levels(kind: str, role: Role) -> None:
         assert bool(((low.amin(dim) - (mean - spread)).abs() <= ends + mean.abs() / 60).all())
 
 
+@pytest.mark.parametrize("name", FLOAT8)
+def test_the_types_of_8_bits_are_those_of_torch(name: str) -> None:
+    format_, numbers = FLOAT8[name], finite_numbers(FLOAT8[name])
+    assert float(numbers.max()) == format_.largest
+    assert float(numbers[1]) == 2.0 ** (1 - format_.bias - format_.mantissa_bits)
+    assert format_.bias << format_.mantissa_bits == numbers.tolist().index(1.0)
+
+
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_fp8_is_rounded_to_three_bits(kind: str, role: Role) -> None:
-    format_ = FORMATS["fp8"]
-    shape = PartShape(role, 32, 48, 32)
+@pytest.mark.parametrize("name", FLOAT8)
+def test_fp8_is_rounded_to_the_bits_of_its_mantissa(name: str, kind: str, role: Role) -> None:
+    """By 2^-1-bits of itself, or half of the smallest number in units of the scale."""
+    format_, shape = FLOAT8[name], PartShape(role, 32, 48, 32)
+    bits, smallest, largest = {
+        "fp8": (3, 2.0**-9, 448.0),
+        "fp8_e5m2": (2, 2.0**-16, 57344.0),
+    }[name]
     x = data(kind, 32, 48)
     back = decode(format_, shape, encode(format_, shape, x))
-    largest = group_of(shape, x.abs(), "amax").double()
-    allowed = (x.abs().double() / 16).maximum(largest * 2.0**-10 / 448 * (1 + 1 / 128))
+    unit = group_of(shape, x.abs(), "amax").double() / largest * (1 + 1 / 128)
+    allowed = (x.abs().double() / 2 ** (bits + 1)).maximum(unit * smallest / 2)
     assert bool(((back - x).abs() <= allowed * (1 + 1e-5)).all())
+    assert bool((back.abs() <= largest * unit * (1 + 1e-5)).all()), "an infinity or NaN"
 
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_bytes_per_token(name: str) -> None:
     """Codes, and per 64 tokens or channels 2 bytes for each of scale and minimum."""
     layout = RecordLayout(name, name, 64, 64, 64, window=WINDOW)
-    per_group = 2 if name == "fp8" else 4
+    per_group = 2 if name in FLOAT8 else 4
     assert layout.record_bytes / 64 == 2 * (8 * FORMATS[name].bits + per_group)
 
 

@@ -26,7 +26,9 @@ from kvcompile.codegen.gpu.helpers import (
     unpack_float_text,
     unpack_text,
 )
+from kvcompile.codegen.gpu.quantize import NEAREST, nearest_float_text
 from tests.support import triton_interpreter
+from tests.support.float8 import FLOAT8, hard_numbers
 from tests.support.triton_interpreter import run_ptx
 
 HEAD = "import triton\nimport triton.language as tl\n\n\n"
@@ -89,15 +91,17 @@ def test_raw_fields_of_every_word(bits: int, tmp_path: Path) -> None:
     assert torch.equal(found, expected)
 
 
-def test_e4m3_numbers_of_every_word(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FLOAT8)
+def test_floating_point_numbers_of_every_word(name: str, tmp_path: Path) -> None:
+    """e4m3 divided by 256, e5m2 as it is."""
     bytes_ = fields_of(8).to(torch.uint8)
-    expected = bytes_.view(torch.float8_e4m3fn).float() / 256
+    expected = bytes_.view(FLOAT8[name].word).float() / {"fp8": 256, "fp8_e5m2": 1}[name]
     numbers = ~expected.isnan()
     for dtype, kind in KINDS.items():
         plain, ptx = (
             unpacked(
-                tmp_path / f"float_{dtype}_{ptx}.py",
-                unpack_float_text(ptx=ptx, dtype=dtype),
+                tmp_path / f"{name}_{dtype}_{ptx}.py",
+                unpack_float_text(FLOAT8[name], ptx=ptx, dtype=dtype),
                 2,
                 kind,
             )
@@ -107,6 +111,23 @@ def test_e4m3_numbers_of_every_word(tmp_path: Path) -> None:
         assert torch.equal(plain.view(bits), ptx.view(bits)), "signs of zeros, too"
         assert torch.equal(plain[numbers].float(), expected[numbers])
         assert torch.equal(plain.signbit(), bytes_ >> 7 != 0)
+
+
+@pytest.mark.parametrize("name", FLOAT8)
+def test_numbers_are_rounded_to_8_bits_as_torch_does(name: str, tmp_path: Path) -> None:
+    format_ = FLOAT8[name]
+    numbers = hard_numbers(format_)
+    size = 1 << (len(numbers) - 1).bit_length()
+    run = (
+        "@triton.jit\ndef run(x_N, words_N):\n"
+        f"    n = tl.arange(0, {size})\n    inside = n < {len(numbers)}\n"
+        "    x = tl.load(x_N + n, mask=inside, other=0.0)\n"
+        f"    tl.store(words_N + n, {format_.type_name}(x), mask=inside)\n"
+    )
+    text = "\n\n".join((NEAREST, nearest_float_text(format_), run))
+    words = torch.full((len(numbers),), -1, dtype=torch.int32)
+    load(tmp_path / f"nearest_{name}.py", text)[(1,)](numbers, words)
+    assert torch.equal(words, numbers.to(format_.word).view(torch.uint8).int())
 
 
 @pytest.mark.parametrize("exponent", [1, 100, 127, 140, 238])

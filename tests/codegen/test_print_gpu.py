@@ -96,6 +96,10 @@ def test_printed_plain_triton_of_e4m3_beside_words(golden: Golden) -> None:
     golden(generate(replace(spec, sliding_window=100, q_heads_per_kv_head=5)).text)
 
 
+def test_printed_e5m2_beside_e4m3(golden: Golden) -> None:
+    golden(generate(replace(GROUPED, k_format="fp8_e5m2", v_format="fp8")).text)
+
+
 def test_printed_fp32_products(golden: Golden) -> None:
     golden(generate(replace(GROUPED, k_format="int8", v_format="fp8", compute="fp32")).text)
 

@@ -17,6 +17,7 @@ from kvcompile.codegen.formats import Role
 from kvcompile.codegen.layout import RecordLayout, Window
 from kvcompile.codegen.rotary import Rotary
 from kvcompile.codegen.spec import DTypeName, IsaName, KernelSpec, Op
+from tests.support.float8 import FLOAT8, hard_numbers
 from tests.support.numerics import DTYPES
 from tests.support.quantized_pages import QuantizedPages
 from tests.support.rotary import angles, turning
@@ -116,13 +117,13 @@ CASES = [
     Case(k="int4", v="bf16", dtype="fp32", dims=(56, 13)),
     Case(k="int2", v="fp16", dtype="fp16", dims=(7, 80), sinks=16),
     Case(k="int1", v="int8", dtype="fp16", dims=(13, 24), page_size=128, group_size=16),
-    Case(k="fp8", v="int1", dtype="fp32", dims=(128, 20), group_size=48),
+    Case(k="fp8_e5m2", v="int1", dtype="fp32", dims=(128, 20), group_size=48),
     Case(k="int8", v="fp8", dtype="fp16", dims=(64, 144), group_size=128, page_size=16),
     Case(k="fp32", v="int3", dims=(8, 128), page_size=64, residual=1),
     Case(k="int3", v="int1", dtype="fp32", dims=(64, 57), group_size=48),
     Case(k="int4", v="int4", page_size=64, rotary=Rotary(64)),
     Case(k="int8", v="int4", dtype="fp16", dims=(80, 20), rotary=Rotary(32, interleaved=True)),
-    Case(k="fp8", v="int2", dtype="fp32", dims=(20, 24), rotary=Rotary(6)),
+    Case(k="fp8", v="fp8_e5m2", dtype="fp32", dims=(20, 24), rotary=Rotary(6)),
     Case(k="int1", v="bf16", dims=(128, 24), page_size=128, rotary=Rotary(128)),
 ]
 STARTS = (0, 3, 37)
@@ -278,21 +279,21 @@ def test_ragged_rows_grow_independently(
 
 
 @pytest.mark.parametrize("role", ["k", "v"])
-@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "int3", "int2"])
+@pytest.mark.parametrize("name", [*FLOAT8, "int8", "int4", "int3", "int2"])
 def test_halfway_cases_go_to_the_even_code(name: str, role: Role, isa: IsaName) -> None:
-    """One group whose scale is 1: every code, every half-way point and its neighbours."""
+    """One group whose scale is 1: every code, every half-way point and its neighbours.
+
+    Floating-point formats get numbers of every exponent, too.
+    """
     case = Case(k=name, v=name, dtype="fp32", dims=(64, 64), page_size=64, sinks=0, residual=0)
-    if name == "fp8":
-        words = torch.arange(0, 0x7F).to(torch.uint8).view(torch.float8_e4m3fn).float()
-        largest = 448.0
+    if name in FLOAT8:
+        values, largest = hard_numbers(FLOAT8[name]), FLOAT8[name].largest
     else:
         largest = 2.0 ** int(name[3:]) - 1
         words = torch.arange(largest + 1)
-    halfway = (words[1:] + words[:-1]) / 2
-    below, above = (halfway.nextafter(torch.tensor(end)) for end in (-torch.inf, torch.inf))
-    values = torch.cat([words, halfway, below, above])
-    if name == "fp8":
-        values = torch.cat([values, -values])
+        halfway = (words[1:] + words[:-1]) / 2
+        below, above = (halfway.nextafter(torch.tensor(end)) for end in (-torch.inf, torch.inf))
+        values = torch.cat([words, halfway, below, above])
     values = values[torch.randperm(len(values), generator=torch.Generator().manual_seed(0))]
     rows = len(values) // 62 + 1
     groups = values.repeat(62 // len(values) + 2)[: 62 * rows].view(rows, 62)
@@ -303,7 +304,7 @@ def test_halfway_cases_go_to_the_even_code(name: str, role: Role, isa: IsaName) 
     store = grow(case, isa, case.store((0,), 64), [x, x], [0, 64])
     assert_holds(store, [x, x], 64)
     back = case.layout().unpack(store.pages.memory[store.pages.table[0, 0]])[role == "v"]
-    nearest = x[0].to(torch.float8_e4m3fn).float() if name == "fp8" else x[0].round()
+    nearest = x[0].to(FLOAT8[name].word).float() if name in FLOAT8 else x[0].round()
     assert torch.equal(back, nearest)
 
 

@@ -14,6 +14,7 @@ from kvcompile.codegen.registry import generate
 from kvcompile.codegen.rotary import Rotary
 from kvcompile.codegen.source import KernelSource
 from kvcompile.codegen.spec import IsaName, KernelSpec
+from tests.support.float8 import FLOAT8, finite_numbers
 from tests.support.numerics import DTYPES, OUTPUT_UNIT, Problem, run_attend
 from tests.support.quantized_case import QuantizedCase
 
@@ -27,8 +28,8 @@ FEW = QuantizedCase(
 )
 ADDITIVE = QuantizedCase(
     dtype="fp32",
-    k_format="fp8",
-    v_format="int8",
+    k_format="fp8_e5m2",
+    v_format="fp8",
     dims=(32, 32),
     group=1,
     mask="additive",
@@ -43,7 +44,7 @@ CASES = [
     PLAIN,
     FEW,
     ADDITIVE,
-    QuantizedCase(k_format="int3", v_format="fp8", dims=(56, 80), group=5, sinks=0),
+    QuantizedCase(k_format="int3", v_format="int8", dims=(56, 80), group=5, sinks=0),
     QuantizedCase(
         dtype="fp16",
         k_format="int2",
@@ -82,7 +83,7 @@ CASES = [
     QuantizedCase(
         dtype="fp32",
         k_format="fp8",
-        v_format="int8",
+        v_format="fp8_e5m2",
         dims=(80, 24),
         group=2,
         page_size=32,
@@ -266,9 +267,9 @@ CODED = [case for case in CASES if case.v_format != "fp16" and case.mask != "cau
 def test_every_code_of_v_is_decoded_exactly(case: QuantizedCase, isa: IsaName) -> None:
     """With one token that outweighs all others the output is that token of V."""
     name, tokens, channels = case.v_format, case.sinks + case.page_size, case.dims[1]
-    if name == "fp8":
-        codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-        levels = codes[codes.isfinite()]
+    if name in FLOAT8:
+        numbers = finite_numbers(FLOAT8[name])
+        levels = torch.cat([numbers, -numbers])
     else:
         levels = torch.arange(2 ** int(name[3:])).float()
     count = tokens * case.kv_heads * channels

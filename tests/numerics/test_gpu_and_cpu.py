@@ -47,7 +47,7 @@ def moved(store: QuantizedFakeStore, pages: GpuPages) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("k", "v"),
-    [("int4", "int4"), ("int8", "int2"), ("fp8", "int8"), ("int3", "fp8"), ("bf16", "int4")],
+    [("int4", "int4"), ("int8", "int2"), ("fp8_e5m2", "int8"), ("int3", "fp8"), ("bf16", "int4")],
 )
 def test_the_same_records_give_the_same_output(k: str, v: str, dtype: DTypeName) -> None:
     case = QuantizedCase(k_format=k, v_format=v, dtype=dtype, dims=(64, 80), group=3)

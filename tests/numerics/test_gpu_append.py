@@ -94,7 +94,7 @@ def check(
     assert torch.equal(pages.exact.memory, exact)
 
 
-@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "int3", "int2", "int1"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2", "int8", "int4", "int3", "int2", "int1"])
 def test_every_byte_of_a_format(name: str) -> None:
     check(layout_of(name, name, (64, 64), 64, "bf16"), length=200, steps=[150, 1, 49])
 

@@ -61,7 +61,7 @@ def check(
 
 
 FLAVOURS = ["ptx", "triton"]
-FORMATS = ["bf16", "fp8", "int8", "int4", "int3", "int2", "int1"]
+FORMATS = ["bf16", "fp8", "fp8_e5m2", "int8", "int4", "int3", "int2", "int1"]
 
 
 @pytest.mark.parametrize("isa", FLAVOURS)
@@ -79,6 +79,7 @@ def test_formats(name: str, isa: IsaName) -> None:
         ("fp8", "int4"),
         ("int2", "int8"),
         ("int3", "fp8"),
+        ("fp8", "fp8_e5m2"),
     ],
 )
 def test_mixed_formats(k: str, v: str) -> None:

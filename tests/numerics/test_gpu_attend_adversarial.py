@@ -98,7 +98,7 @@ RECIPES = {
 }
 RUNS = settings(max_examples=60, deadline=None)
 KERNELS: list[tuple[str, IsaName]] = [
-    *((name, "ptx") for name in ("bf16", "fp8", "int8", "int4", "int2")),
+    *((name, "ptx") for name in ("bf16", "fp8", "fp8_e5m2", "int8", "int4", "int2")),
     *((name, "triton") for name in ("fp8", "int2")),
 ]
 
@@ -149,7 +149,7 @@ def test_fp32_products_follow_the_roundings_of_fp32(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["fp16", "fp8", "int8", "int4", "int2", "int1"])
+@pytest.mark.parametrize("name", ["fp16", "fp8", "fp8_e5m2", "int8", "int4", "int2", "int1"])
 def test_sixteen_bits(name: str, dtype: DTypeName) -> None:
     check(GpuCase(k=name, dims=(256, 64), page_size=64, dtype=dtype), Recipe())
 
@@ -165,7 +165,7 @@ def test_a_long_tail_of_small_weights_is_not_lost() -> None:
     recipe = Recipe(
         k=lambda x: at_peak(x, height, 0.0), v=lambda x: at_peak(x, 1e-6, 1.0), q=torch.ones_like
     )
-    for name in ("int8", "fp8"):
+    for name in ("int8", "fp8", "fp8_e5m2"):
         case = GpuCase(k="int8", v=name, page_size=64, residual=0)
         check(case, recipe, length=1540, starts=(0,), splits=2)
 

@@ -45,6 +45,7 @@ def gather(
 
 CASES = [
     *(GpuCase(k=name, page_size=64) for name in ("bf16", "fp8", "int8", "int4", "int3", "int2")),
+    GpuCase(k="fp8_e5m2", v="fp8", page_size=16),
     GpuCase(k="int1", page_size=64, dims=(128, 128)),
     GpuCase(k="int4", v="bf16", dims=(56, 80)),
     GpuCase(k="bf16", v="int2", dims=(64, 96), page_size=128),

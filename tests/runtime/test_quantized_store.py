@@ -208,7 +208,7 @@ TestQuantizedStores = QuantizedMachine.TestCase
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("formats", [("int8", "int2"), ("bf16", "int4"), ("fp8", "fp8")])
+@pytest.mark.parametrize("formats", [("int8", "int2"), ("bf16", "int4"), ("fp8", "fp8_e5m2")])
 def test_however_the_tokens_come_the_bytes_are_the_same(
     dtype: torch.dtype, formats: tuple[str, str]
 ) -> None:

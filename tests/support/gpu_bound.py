@@ -19,7 +19,7 @@ import torch
 from kvcompile.codegen.formats import Coded, Role
 from kvcompile.codegen.formats.float8 import Float8Format
 from kvcompile.codegen.gpu.helpers import raw_place
-from kvcompile.codegen.gpu.quantized import FLOAT8_BITS, QUERY_ROOM_BITS
+from kvcompile.codegen.gpu.quantized import query_bits
 from kvcompile.codegen.gpu.shape import GpuShape
 from tests.support.gpu_pages import GpuPages, bias_of
 from tests.support.numerics import OUTPUT_UNIT, SMALLEST, UNIT
@@ -63,8 +63,9 @@ def terms(pages: GpuPages, role: Role) -> Terms:
     found = Terms(codes, scale, minimum, unit)
     if layout.window is None or not format_.is_grouped:
         return found
-    one = torch.tensor(1.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    one_code = int(one) if isinstance(format_, Float8Format) else 1
+    one_code = 1
+    if isinstance(format_, Float8Format):
+        one_code = int(torch.tensor(1.0).to(format_.word).view(torch.uint8))
     for row, start in enumerate(pages.starts.tolist()):
         for number in range(int(pages.quantized[row])):
             first = start + layout.window.num_sink_tokens + number * layout.page_size
@@ -188,7 +189,7 @@ class GpuBound:
         error = UNIT * (q.shape[-1] + 12) * (size + raw)
         if shape.is_fp16 and shape.k.is_grouped:
             part = shape.k
-            room = 2.0 ** (FLOAT8_BITS if part.is_float else QUERY_ROOM_BITS)
+            room = 2.0 ** query_bits(part)
             if shape.is_raw:
                 fields = range(part.planes.across)
                 room *= 2.0 ** -max(raw_place(part.widths[0], f) for f in fields)
@@ -208,7 +209,8 @@ class GpuBound:
 
         fp16: a weight times scale / unit is rounded by h, and by 2^-25, the scale alone by 2^-25,
         minima over the unit too; the unit is the largest of the row's pages. Weights are
-        2^weight_bits larger; scales of e4m3 are 2^8 larger, and its numbers smaller.
+        2^weight_bits larger; scales of e4m3 are 2^8 larger, and its numbers smaller. Those of e5m2
+        are fp16 numbers as they are.
 
         Args:
             v: The terms of V.
@@ -221,7 +223,7 @@ class GpuBound:
         quantized = v.unit > 0
         unit = v.unit.amax(-2, keepdim=True)
         error = error + HALF * (weights @ (v.scale * v.codes * quantized))
-        room = 2.0 ** (FLOAT8_BITS if shape.v.is_float else 0)
+        room = 2.0**shape.v.unit_bits
         codes = v.codes * quantized
         floors = (
             2.0**-shape.weight_bits * weights.amax(-1, keepdim=True) * codes.sum(-2).unsqueeze(-2)
