@@ -12,7 +12,8 @@ import torch
 from kvcompile.options import OptionError, parse_options
 from kvcompile.passes.plan_formats import EXACT_FORMATS
 
-_K_AND_V = re.compile(r"k(?P<k>[a-z]*\d+|auto)-?v(?P<v>[a-z]*\d+|auto)")
+_NAME = r"[a-z]*\d+(?:_e\dm\d)?|auto"
+_K_AND_V = re.compile(rf"k(?P<k>{_NAME})-?v(?P<v>{_NAME})")
 _COMMA_OUTSIDE_LISTS = re.compile(r",(?![^\[]*\])")
 
 
@@ -126,7 +127,7 @@ def _stored_as(name: str, dtype: torch.dtype) -> str:
 
 
 def _bits(name: str) -> int:
-    """Return the bits of one number in a format; its name ends in them."""
-    digits = re.search(r"\d+$", name)
+    """Return the bits of one number in a format; they are the first number in its name."""
+    digits = re.search(r"\d+", name)
     assert digits is not None
     return int(digits.group())

@@ -11,7 +11,13 @@ from kvcompile.codegen.errors import KvcompileError
 from kvcompile.codegen.formats import get_format
 from kvcompile.passes.layer_dtypes import Dtypes, LayerDtypes
 
-KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "int8", "int4", "int3", "int2", "int1")
+KV_CACHE_DTYPES = (
+    *("auto", "bf16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    *("int8", "int4", "int3", "int2", "int1"),
+)
+DTYPE_ALIASES = {"fp8_e4m3": "fp8"}
+"""Full names of formats."""
+
 COMPUTE_DTYPES = ("auto", "int8", "fp32")
 PAGE_SIZES = (16, 32, 64, 128)
 INNER_BACKENDS = ("inductor", "aot_eager", "eager")
@@ -33,7 +39,8 @@ class CacheOptions:
 
     Attributes:
         kv_cache_dtype: Format of K and V. `auto` stores the model's dtype exactly; `bf16` rounds to
-            it; `fp8`, `int8`, `int4`, `int3`, `int2` and `int1` are quantized.
+            it; `fp8` (in full `fp8_e4m3`), `fp8_e5m2`, `int8`, `int4`, `int3`, `int2` and `int1`
+            are quantized.
         k_cache_dtype: Format of K, if it is not that of V.
         v_cache_dtype: Format of V, if it is not that of K.
         kv_cache_dtype_skip_layers: Layers that are stored exactly.
@@ -103,9 +110,11 @@ class CacheOptions:
                 )
 
     def dtypes(self) -> LayerDtypes:
-        """Return the formats by layer."""
+        """Return the formats by layer, each under its short name."""
         skipped = tuple(self.kv_cache_dtype_skip_layers)
-        return LayerDtypes(self.kv_cache_dtype, self.k_cache_dtype, self.v_cache_dtype, skipped)
+        own = (self.k_cache_dtype, self.v_cache_dtype)
+        k, v = (None if dtypes is None else _short(dtypes) for dtypes in own)
+        return LayerDtypes(_short(self.kv_cache_dtype), k, v, skipped)
 
 
 def parse_options(given: Mapping[str, Any] | None) -> CacheOptions:
@@ -127,6 +136,13 @@ def parse_options(given: Mapping[str, Any] | None) -> CacheOptions:
             raise OptionError(f"option {name!r} is given twice, as {raw!r} too")
         parsed[name] = value
     return CacheOptions(**parsed)
+
+
+def _short(dtypes: Dtypes) -> Dtypes:
+    """Return dtypes with no format under its full name."""
+    if isinstance(dtypes, str):
+        return DTYPE_ALIASES.get(dtypes, dtypes)
+    return {layer: DTYPE_ALIASES.get(name, name) for layer, name in dtypes.items()}
 
 
 def _check_dtypes(name: str, value: object) -> None:

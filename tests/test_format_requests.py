@@ -27,8 +27,9 @@ def test_k_and_v_apart(name: str) -> None:
 
 
 def test_k_and_v_of_other_kinds() -> None:
-    assert options_of("kbf16-vfp8,kauto-vint2") == {
+    assert options_of("kbf16-vfp8,kfp8_e5m2v4,kauto-vint2") == {
         "kbf16-vfp8": {"k_cache_dtype": "bf16", "v_cache_dtype": "fp8"},
+        "kfp8_e5m2v4": {"k_cache_dtype": "fp8_e5m2", "v_cache_dtype": "int4"},
         "kauto-vint2": {"k_cache_dtype": "auto", "v_cache_dtype": "int2"},
     }
 
@@ -103,6 +104,7 @@ def test_all_bad_formats_are_named_at_once() -> None:
         ("bf16", torch.bfloat16, False),
         ("int8", torch.bfloat16, True),
         ("fp8", torch.float16, True),
+        ("fp8_e5m2", torch.bfloat16, True),
         ("kauto-vint4", torch.bfloat16, True),
         ("kauto-vbf16", torch.bfloat16, False),
     ],
@@ -118,6 +120,7 @@ def test_what_is_meant_to_shrink(token: str, dtype: torch.dtype, expected: bool)
         ("auto", {"bf16/bf16"}),
         ("k8v4", {"int8/int4"}),
         ("kauto-v4", {"bf16/int4"}),
+        ("kfp8_e4m3-vfp8_e5m2", {"fp8/fp8_e5m2"}),
         ("int4:kv_cache_dtype_skip_layers=[0,-1]", {"int4/int4", "bf16/bf16"}),
     ],
 )

@@ -28,6 +28,15 @@ def test_dtypes_per_layer() -> None:
     assert options.dtypes().names() == {"int8", "int4", "int2"}
 
 
+def test_full_names_of_formats() -> None:
+    options = CacheOptions(
+        kv_cache_dtype={"default": "fp8_e5m2", 0: "fp8_e4m3"}, v_cache_dtype="fp8_e4m3"
+    )
+    found = [options.dtypes().of(layer, 2) for layer in range(2)]
+    assert found == [("fp8", "fp8"), ("fp8_e5m2", "fp8")]
+    assert CacheOptions(kv_cache_dtype="fp8_e4m3").dtypes() == LayerDtypes("fp8")
+
+
 def test_every_spelling_of_a_layer_counts() -> None:
     skipped = LayerDtypes({"default": "int4", 2: "int8"}, skipped=(-1,))
     assert [skipped.of(layer, 3) for layer in range(3)] == [("int4",) * 2] * 2 + [("auto",) * 2]
@@ -47,6 +56,10 @@ def test_every_spelling_of_a_layer_counts() -> None:
         ({"kv_cache_dtype": "aut"}, "'kv_cache_dtype' cannot be 'aut': did you mean 'auto'?"),
         ({"inner_backend": "inducto"}, "did you mean 'inductor'?"),
         ({"kv_cache_dtype": "int5"}, "'kv_cache_dtype' cannot be 'int5': did you mean 'int"),
+        (
+            {"kv_cache_dtype": "fp8_e3m4"},
+            "'kv_cache_dtype' cannot be 'fp8_e3m4': did you mean 'fp8",
+        ),
         ({"k_cache_dtype": 8}, "'k_cache_dtype' cannot be 8"),
         ({"kv_cache_dtype": {0: "int9"}}, "'kv_cache_dtype[0]' cannot be 'int9': did you mean"),
         ({"kv_cache_dtype": {"first": "int8"}}, "names the layer 'first'; layers are whole"),

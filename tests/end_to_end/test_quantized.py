@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("fresh_dynamo")]
 EXACTLY = {"compute_dtype": "fp32"}
 """Decoding in registers is exact to rounding: whole generations must be the oracle's."""
 
-BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, "int1": 1, "fp8": 8}
+BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, "int1": 1, "fp8_e5m2": 8}
 
 
 def options(k: str, v: str, **more: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def generated(model: PreTrainedModel, run: Any, ids: torch.Tensor, new: int, **m
 
 @pytest.mark.parametrize(
     ("k", "v"),
-    [("int8", "int8"), ("int4", "int4"), ("int4", "int2"), ("int3", "int1"), ("fp8", "bf16")],
+    [("int8", "int8"), ("int4", "int4"), ("int4", "int2"), ("int3", "int1"), ("fp8_e5m2", "bf16")],
 )
 def test_the_same_tokens_as_attention_over_the_decoded_cache(k: str, v: str) -> None:
     """Through pages that are quantized by the prefill and others quantized while decoding."""
