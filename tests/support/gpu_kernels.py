@@ -30,6 +30,7 @@ _GEMMA2 = replace(_BASE, dims=(256, 256), group=2, softcap=50.0, sliding_window=
 _CASES = {
     "bf16": replace(_BASE, k="bf16"),
     "int8": replace(_BASE, k="int8"),
+    "fp8_e5m2": replace(_BASE, k="fp8_e5m2"),
     "int4": _BASE,
     "int2": replace(_BASE, k="int2"),
     "int8_k_int4_v": replace(_BASE, k="int8", v="int4"),
