@@ -6,7 +6,6 @@ one from a device would stop every step until all kernels before it are done.
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +28,8 @@ class MaskWatch:
         on_gpu = device.type == "cuda"
         self._told = torch.zeros(2, dtype=torch.int32, pin_memory=on_gpu)
         self._event = torch.cuda.Event() if on_gpu else None
-        self._last: tuple[weakref.ref[torch.Tensor], int, list[int]] | None = None
+        # Held until the step is over, so that no other mask can come to lie in its place.
+        self._last: tuple[torch.Tensor, int, list[int]] | None = None
 
     def look(self, store: PagedStore, mask: torch.Tensor, stored: int) -> None:
         """Look at a mask [B or 1, H or 1, S, T], once for the layers that share it.
@@ -41,10 +41,11 @@ class MaskWatch:
         """
         starts = store.start_list()
         if self._last is not None:
-            ref, its_stored, its_starts = self._last
-            if ref() is mask and its_stored == stored and its_starts == starts:
+            same, its_stored, its_starts = self._last
+            # Inductor makes each layer a view of its own of the one mask.
+            if same.is_set_to(mask) and its_stored == stored and its_starts == starts:
                 return
-        self._last = weakref.ref(mask), stored, starts
+        self._last = mask, stored, starts
         tables = store.device_tables
         column = torch.arange(mask.shape[-1], device=mask.device)
         shown = mask if mask.dtype == torch.bool else mask > HIDDEN

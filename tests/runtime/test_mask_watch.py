@@ -1,0 +1,40 @@
+"""Masks on a device are looked at once per step, whatever tensor each layer gets them as."""
+
+import pytest
+import torch
+
+from kvcompile.runtime.handle import KVTensor
+from kvcompile.runtime.mask_watch import MaskWatch
+from kvcompile.runtime.store import PagedStore
+from tests.support.programs import static_handles
+
+STORED, CAPACITY = 3, 8
+
+
+@pytest.fixture
+def store() -> PagedStore:
+    handle, _ = static_handles(STORED, CAPACITY)
+    assert isinstance(handle, KVTensor)
+    assert isinstance(handle.store, PagedStore)
+    return handle.store
+
+
+def test_views_of_one_mask_are_looked_at_once(store: PagedStore) -> None:
+    watch = MaskWatch(torch.device("cpu"))
+    mask = torch.ones(2, 1, 1, CAPACITY, dtype=torch.bool)
+    for _ in range(3):
+        watch.look(store, mask.view(mask.shape), STORED)
+    assert watch._seen.tolist() == [1, 0]
+    watch.send()
+    watch.look(store, mask, STORED)
+    assert watch._seen.tolist() == [2, 0]
+
+
+def test_each_mask_of_a_step_is_looked_at(store: PagedStore) -> None:
+    """Although one that were gone would leave its place to the next."""
+    watch = MaskWatch(torch.device("cpu"))
+    mask = torch.ones(2, 1, 1, CAPACITY, dtype=torch.bool)
+    for _ in range(3):
+        watch.look(store, mask.clone(), STORED)
+    watch.look(store, mask[..., :5], STORED)
+    assert watch._seen.tolist() == [4, 0]
