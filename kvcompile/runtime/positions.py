@@ -15,9 +15,10 @@ class FirstPositions:
     """First positions of the new tokens of each stream of one graph.
 
     A counter that the graph itself moves on is read once. What it holds is known as long as nobody
-    else has written to that tensor, and the store ends there: compiled code writes without a trace,
-    but who moves a counter on appends as many tokens. An instance belongs to one graph; threads
-    that share it read more often, and never wrongly.
+    else has written to that tensor, and the store ends there. A write that leaves the tensor's
+    version alone, through `.data` or by kernels of somebody's own, is noticed by the latter alone:
+    who moves a counter on so appends as many tokens, and who sets one back so is not noticed. An
+    instance belongs to one graph; threads that share it read more often, and never wrongly.
     """
 
     def __init__(self, sources: Sequence[PositionSource | None]) -> None:
@@ -54,13 +55,15 @@ class FirstPositions:
     def _first(
         self, source: PositionSource, counter: torch.Tensor, new_len: int, length: int
     ) -> int | None:
-        known = self._known.get(source.input)
+        # Known for one step: one that fails may have moved the counter on all the same.
+        known = self._known.pop(source.input, None)
         if known is not None and not counter.is_inference():
             ref, version, position = known
             if position == length and ref() is counter and counter._version == version:
                 return position
         self.reads += 1
-        numbers = counter.flatten()[: 1 if source.counts_up else new_len].tolist()
+        count = 1 if source.counts_up else new_len
+        numbers = counter.flatten()[:count].tolist()
         first = int(numbers[0])
         # Positions that do not follow one another are for whoever checks them to refuse.
-        return first if numbers == list(range(first, first + len(numbers))) else None
+        return first if numbers == list(range(first, first + count)) else None

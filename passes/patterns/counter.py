@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from kvcompile.passes.ir.program import PositionSource
-from kvcompile.passes.patterns.layout import fixed, is_call, number, peel, the_node, value, writer
+from kvcompile.passes.patterns.layout import fixed, is_call, number, peel, the_node, value, writers
 
 aten = torch.ops.aten
 
@@ -31,30 +31,34 @@ def position_source(inputs: list[fx.Node], position: fx.Node) -> PositionSource 
     """Return the input whose first number is the first of some positions, or None.
 
     Recognises `c`, a vector of positions, and `arange(S) + c`, as counters of static caches are
-    added to; also behind reshapes and casts among integers.
+    added to; also behind reshapes and casts among integers. The input is read before the graph
+    runs, so that what the graph writes to it must come after the graph's own reading: after the
+    sum, or, where positions are the input itself, after all that uses them.
 
     Args:
         inputs: The graph's inputs.
         position: Positions of the new tokens, int [S].
     """
-    node, counts_up = position, False
+    node, total = position, None
     while node.op != "placeholder":
         before = _behind(node)
         if before is None:
             return None
-        counts_up = counts_up or is_call(node, aten.add.Tensor)
+        if is_call(node, aten.add.Tensor):
+            total = node
         node = before
     shape = value(position)
     new_len = fixed(shape.shape[0]) if shape is not None and shape.dim() == 1 else None
     if new_len is None or not _is_integer(node) or node not in inputs:
         return None
-    write = writer(node)
-    if write is not None and not _comes_after(write, position):
+    writes = list(writers(node))
+    reads = [n for n in position.users if n not in writes] if total is None else [total]
+    if not _all_before(reads, writes):
         return None
     return PositionSource(
         input=inputs.index(node),
-        counts_up=counts_up or new_len == 1,
-        advances=write is not None and _adds(node, write, new_len),
+        counts_up=total is not None or new_len == 1,
+        advances=len(writes) == 1 and _adds(node, writes[0], new_len),
     )
 
 
@@ -62,7 +66,7 @@ def _behind(node: fx.Node) -> fx.Node | None:
     """Return the operand with the same first number, or None."""
     if is_call(node, aten.add.Tensor) and not node.kwargs:
         for count, other in (node.args, node.args[::-1]):
-            if _is_count(count) and isinstance(other, fx.Node):
+            if _is_count(count) and isinstance(other, fx.Node) and _is_one_number(other):
                 return other
         return None
     if (before := peel(node)) is not node:
@@ -87,14 +91,19 @@ def _is_integer(node: fx.Node) -> bool:
     return val is not None and val.dtype in (torch.int64, torch.int32)
 
 
-def _comes_after(node: fx.Node, other: fx.Node) -> bool:
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    return order[node] > order[other]
+def _is_one_number(node: fx.Node) -> bool:
+    val = value(node)
+    return val is not None and all(fixed(size) == 1 for size in val.shape)
+
+
+def _all_before(nodes: list[fx.Node], others: list[fx.Node]) -> bool:
+    order = {n: i for i, n in enumerate(others[0].graph.nodes)} if others else {}
+    return all(order[node] < order[other] for node in nodes for other in others)
 
 
 def _adds(counter: fx.Node, write: fx.Node, new_len: int) -> bool:
-    """Whether the only write to a counter adds `new_len` to it."""
+    """Whether a write to a counter adds `new_len` to it."""
     is_add = is_call(write, aten.add_.Tensor, aten.add_.Scalar) and not write.kwargs
-    if not is_add or write.args[1] != new_len or writer(counter, but=write) is not None:
+    if not is_add or write.args[1] != new_len:
         return False
     return peel(the_node(write.args[0])) is counter

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -154,6 +156,11 @@ def is_prefix_slice(node: fx.Node, dim: int) -> bool:
 
 def writer(node: fx.Node, but: fx.Node | None = None) -> fx.Node | None:
     """Return an operator other than `but` that writes to a node or a view of it, or None."""
+    return next(writers(node, but), None)
+
+
+def writers(node: fx.Node, but: fx.Node | None = None) -> Iterator[fx.Node]:
+    """Yield the operators other than `but` that write to a node or a view of it."""
     for user in node.users:
         if user is but or not isinstance(user.target, torch._ops.OpOverload):
             continue
@@ -161,7 +168,5 @@ def writer(node: fx.Node, but: fx.Node | None = None) -> fx.Node | None:
             if given is not node or argument.alias_info is None:
                 continue
             if argument.alias_info.is_write:
-                return user
-            if (found := writer(user, but)) is not None:
-                return found
-    return None
+                yield user
+            yield from writers(user, but)

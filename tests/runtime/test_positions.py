@@ -65,6 +65,8 @@ def test_positions_with_gaps_are_left_to_who_refuses_them() -> None:
     positions = FirstPositions([vector, None])
     assert positions.of([torch.tensor([4, 5, 6])], 3, [4, 4]) == [4, None]
     assert positions.of([torch.tensor([4, 6, 7])], 3, [4, 4]) == [None, None]
+    # One number that the graph gives to all new tokens.
+    assert positions.of([torch.tensor([4])], 3, [4, 4]) == [None, None]
 
 
 def graph_of(spelling: str, *, write: str = "after", new_len: int = 2) -> PositionSource | None:
@@ -81,18 +83,22 @@ def graph_of(spelling: str, *, write: str = "after", new_len: int = 2) -> Positi
     other, counter = graph.placeholder("other"), graph.placeholder("counter")
     with mode:
         other.meta["val"] = torch.empty(3)
-        shape = (new_len,) if spelling == "given" else ()
+        shape = (new_len,) if spelling in ("given", "a vector + arange") else ()
         counter.meta["val"] = torch.empty(shape, dtype=torch.int64)
     arange = graph.call_function(aten.arange.default, (new_len,))
     backwards = graph.call_function(aten.arange.start_step, (new_len, 0, -1))
     with mode:
         arange.meta["val"] = torch.arange(new_len)
         backwards.meta["val"] = torch.arange(new_len, 0, -1)
-    if write == "before":
+    view = call(aten.alias.default, counter) if write == "before and after" else None
+    if write.startswith("before"):
         call(aten.add_.Tensor, counter, new_len)
     if spelling == "given":
         position = counter
-    elif spelling == "arange + counter":
+        if write == "between":
+            call(aten.add_.Tensor, counter, new_len)
+        call(aten.index_select.default, other, 0, position)
+    elif spelling in ("arange + counter", "a vector + arange"):
         position = call(aten.add.Tensor, arange, counter)
     elif spelling == "a view of counter + arange":
         row = call(aten.unsqueeze.default, counter, 0)
@@ -109,7 +115,9 @@ def graph_of(spelling: str, *, write: str = "after", new_len: int = 2) -> Positi
     elif write == "twice":
         call(aten.add_.Tensor, counter, new_len)
         call(aten.add_.Tensor, counter, 0)
-    graph.output((position,))
+    elif view is not None:
+        call(aten.add_.Tensor, view, new_len)
+    graph.output((other,))
     return position_source([other, counter], position)
 
 
@@ -131,10 +139,31 @@ def test_positions_that_are_given() -> None:
     )
 
 
-@pytest.mark.parametrize("spelling", ["backwards", "twice the counter"])
+@pytest.mark.parametrize("spelling", ["backwards", "twice the counter", "a vector + arange"])
 def test_other_arithmetic_is_left_to_the_graph(spelling: str) -> None:
     assert graph_of(spelling) is None
 
 
-def test_a_counter_that_is_written_first_is_left_to_the_graph() -> None:
-    assert graph_of("arange + counter", write="before") is None
+@pytest.mark.parametrize("write", ["before", "before and after"])
+def test_a_counter_that_is_written_first_is_left_to_the_graph(write: str) -> None:
+    assert graph_of("arange + counter", write=write) is None
+
+
+def test_a_counter_that_is_the_position_is_written_after_all_that_uses_it() -> None:
+    """One that counts up before the tokens are written is read too early by the host."""
+    assert graph_of("given", write="between", new_len=1) is None
+    found = graph_of("given", write="after", new_len=1)
+    assert found == PositionSource(1, counts_up=True, advances=True)
+
+
+def test_a_step_that_fails_leaves_nothing_known() -> None:
+    """It may have moved the counter on before it failed, with kernels that leave no trace."""
+    counter = torch.tensor(5)
+    positions = FirstPositions([ADVANCING])
+    found = positions.of([counter], 1, [5])
+    counter.data.add_(1)
+    positions.advanced([counter], 1, found)
+    assert positions.of([counter], 1, [6]) == [6]
+    counter.data.add_(1)
+    assert positions.of([counter], 1, [6]) == [7]
+    assert positions.reads == 2
