@@ -163,8 +163,8 @@ class QuantizedStore(PagedStore):
         """Forget what was appended since the last commit: the step that did it has failed."""
         super().abandon()
         self._seen_by_chunk = None
-        self._quantizes_at_commit = False
-        if self._quantized != self._ring_from:
+        is_late, self._quantizes_at_commit = self._quantizes_at_commit, False
+        if is_late or self._quantized != self._ring_from:
             self._forget_uncommitted()
 
     def row_counts(self) -> dict[CountName, list[int]]:
@@ -181,7 +181,7 @@ class QuantizedStore(PagedStore):
 
     def holdings(self) -> list[Holding]:
         """Return the distinct pages, quantized ones first, and how many tokens each holds."""
-        kept = max(self.k_len, self.v_len)
+        kept, tokens_in = max(self.k_len, self.v_len), self._window.tokens_in_exact_page
         filled: dict[int, int] = {}
         exact: dict[int, int] = {}
         for b, start in enumerate(self._starts):
@@ -192,9 +192,7 @@ class QuantizedStore(PagedStore):
                 else:
                     filled.setdefault(page, 0)
             for number, page in enumerate(self.exact.rows[b]):
-                tokens = self._window.tokens_in_exact_page(
-                    number, stored, self._ring_from[b], self.page_size
-                )
+                tokens = tokens_in(number, stored, self._ring_from[b], self.page_size)
                 if page != HOLE:
                     exact[page] = max(exact.get(page, 0), tokens)
         return [
@@ -225,9 +223,12 @@ class QuantizedStore(PagedStore):
         shared: list[tuple[int, int]] = []
         for b, start in enumerate(self._starts):
             stored, ring_from = max(end - start, 0), self._ring_from[b]
-            full = max(window.full_pages(stored, size), ring_from) if both else ring_from
+            due = max(window.full_pages(stored, size), ring_from)
+            full = due if both else ring_from
             quantized.append(full)
-            missing.append(max(full - len(self.pages.rows[b]), 0))
+            # A commit must not run out of memory: other layers may have committed before.
+            pages = due if self._quantizes_at_commit else full
+            missing.append(max(pages - len(self.pages.rows[b]), 0))
             # Entries of the exact table: whatever of the pages to quantize is not there already
             # is quantized straight from the new tokens, and needs no exact page.
             have, need = len(self.exact.rows[b]), window.exact_pages(stored, ring_from, size)
@@ -284,6 +285,7 @@ class QuantizedStore(PagedStore):
 
     def _forget_uncommitted(self) -> None:
         """Go back to the pages of the last commit."""
+        self._writable = 0
         self._set_quantized(self._ring_from, self._ring_from)
         self.pages.cut(self._quantized)
         kept = max(self.k_len, self.v_len)
@@ -297,7 +299,6 @@ class QuantizedStore(PagedStore):
         Tokens of a page that is cut in two become part of the ring again, as they were decoded.
         """
         self.abandon()
-        self._writable = 0
         window, size = self._window, self.page_size
         full = [
             min(have, max(kept - start - window.num_sink_tokens, 0) // size)
@@ -316,7 +317,7 @@ class QuantizedStore(PagedStore):
             first, k, v = decoded
             self._make_room(first, kept, both=False)
             launch.append(self, k, v, first)
-            self._writable = 0
+        self._writable = 0
         self._limit_starts(kept)
 
     def _decode_cut_pages(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcompile.codegen.layout import RecordLayout, Window
+from kvcompile.runtime import launch
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.errors import CacheGapError
 from kvcompile.runtime.handle import KVTensor
@@ -333,3 +334,46 @@ def test_memory_that_runs_out_leaves_the_store_as_it_was(
     push(once, k, v)
     assert torch.equal(store.materialize("v"), once.materialize("v"))
     assert torch.equal(other.materialize("k"), expected)
+
+
+@pytest.mark.parametrize("end", ["commits", "is abandoned", "runs out of memory"])
+def test_a_chunk_that_is_quantized_late_can_only_fail_before_its_commit(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other layers may have committed before; a chunk that fails leaves nothing behind."""
+    monkeypatch.setattr(launch, "reads_pages", lambda store, queries: True)
+    store, first = quantized_store(batch=1), 2 * PAGE + 9
+    k, v = new_tokens(1, 9 * PAGE)
+    push(store, k[:, :, :first], v[:, :, :first])
+    arenas = store.arena, store.exact.arena
+    used = [arena.used_pages for arena in arenas]
+    real = Arena.allocate
+
+    def allocate(self: Arena, count: int) -> list[int]:
+        if count and (no_memory or self is short_of_memory):
+            raise MemoryError
+        return real(self, count)
+
+    no_memory = False
+    short_of_memory = store.exact.arena if end == "runs out of memory" else None
+    monkeypatch.setattr(Arena, "allocate", allocate)
+    rest = k[:, :, first:], v[:, :, first:]
+    if short_of_memory is None:
+        store.append(*rest, first, attends=True)
+    else:
+        with pytest.raises(MemoryError):
+            store.append(*rest, first, attends=True)
+    if end == "commits":
+        no_memory = True
+        store.commit(store.appended)
+        no_memory = False
+    else:
+        short_of_memory = None
+        store.abandon()
+        assert [arena.used_pages for arena in arenas] == used
+        for t in range(first, 9 * PAGE):
+            push(store, k[:, :, t : t + 1], v[:, :, t : t + 1])
+    once = quantized_store(batch=1)
+    push(once, k, v)
+    for role in ROLES:
+        assert torch.equal(store.materialize(role), once.materialize(role))
