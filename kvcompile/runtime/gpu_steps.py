@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -151,7 +152,14 @@ class GpuSteps:
             CacheGapError, CacheFullError: Pages cannot be reserved, or an earlier mask showed
                 what is not stored.
         """
-        self._watch.raise_if_seen()
+        # Streams, events and launches are those of the current device.
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            return self._run(args, inputs, stores)
+
+    def _run(
+        self, args: Sequence[Any], inputs: Sequence[Any], stores: Sequence[PagedStore]
+    ) -> tuple[Any, ...]:
+        self._watch.begin()
         lengths = [store.length for store in stores]
         positions = self.positions.of(args, self._new_len, lengths)
         first = [position for position in positions if position is not None]
@@ -210,7 +218,7 @@ class GpuSteps:
         """Return what is recorded for these sizes, and whether nothing was run for them yet."""
         sizes = [_sizes(inputs[i]) for i in recording.varying]
         numbers = [inputs[i] for i in recording.numbers]
-        caches = [(store.batch, store.capacity, store.is_padded) for store in stores]
+        caches = [(store.batch, store.capacity, store.is_padded, store.compute) for store in stores]
         key = (*sizes, *numbers, *caches)
         slot = self._slots.pop(key, None)
         is_new = slot is None
@@ -256,7 +264,10 @@ def gpu_steps_of(program: Program, inner: Inner, *, records: bool) -> GpuSteps |
     assert binding is not None
     sites = [state.site for state in binding.states]
     devices = {p.device for site in sites if (p := program.plans[site]).layout.order == "gpu16"}
-    new_lens = {fixed(program.sites[site].q.meta["val"].shape[2]) for site in sites}
+    # A step that looks at the last of its tokens only has fewer queries than new tokens.
+    news = [program.streams[site].k for site in sites]
+    new_lens = {fixed(new.new.meta["val"].shape[new.token_dim]) for new in news}
+    new_lens |= {fixed(program.sites[site].q.meta["val"].shape[2]) for site in sites}
     new_len = new_lens.pop() if len(new_lens) == 1 else None
     is_decode = all(program.streams[site].has_past for site in sites)
     if len(devices) != 1 or new_len is None or new_len > MOST_QUERIES or not is_decode:

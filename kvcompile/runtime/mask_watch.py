@@ -1,4 +1,4 @@
-"""Masks on a device, looked at without waiting for it: what is wrong is told a step later.
+"""Masks on a device, looked at without waiting for it: what is wrong is told some step later.
 
 A mask in main memory is checked before anything is attended to, see `masks.check_masks`. To read
 one from a device would stop every step until all kernels before it are done.
@@ -56,18 +56,19 @@ class MaskWatch:
 
     def send(self) -> None:
         """Ask for what was seen; the answer comes when the device gets to it."""
-        self._last = None
         self._told.copy_(self._seen, non_blocking=True)
         if self._event is not None:
             self._event.record()
 
-    def raise_if_seen(self) -> None:
-        """Tell what has arrived by now, once.
+    def begin(self) -> None:
+        """Begin a step: tell what has arrived by now, once.
 
         Raises:
             CacheGapError: A token that was never stored was visible.
             PaddingRevivedError: A left-padding token was visible.
         """
+        # A step that failed may be repeated with the very same masks.
+        self._last = None
         if self._event is not None and not self._event.query():
             return
         gap, revived = self._told.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,12 @@ def recording_of(program: Program, device: torch.device) -> Recording | NotRecor
     if elsewhere is not None:
         return NotRecorded(f"the input {elsewhere.name} is not on {device}")
     written = frozenset(i for i, n in tensors.items() if writer(n) is not None)
+    memories = Counter(_memory(n) for n in tensors.values())
+    shared = next(
+        (n for i, n in tensors.items() if i in written and memories[_memory(n)] > 1), None
+    )
+    if shared is not None:
+        return NotRecorded(f"the graph writes to {shared.name}, which shares memory with an input")
     fixed = tuple(i for i, n in tensors.items() if _is_fixed(n) and i not in written)
     return Recording(
         fixed=fixed,
@@ -66,6 +73,11 @@ def recording_of(program: Program, device: torch.device) -> Recording | NotRecor
         written=written,
         numbers=tuple(i for i, n in enumerate(inputs) if i not in tensors and n.users),
     )
+
+
+def _memory(node: fx.Node) -> int:
+    """Return what names the memory of a fake tensor."""
+    return int(node.meta["val"].untyped_storage()._cdata)
 
 
 def _is_fixed(node: fx.Node) -> bool:

@@ -110,12 +110,18 @@ class StepTables:
         written = [n for pair in lengths for number in pair for n in (number, 0)]
         (ctypes.c_int64 * len(written)).from_address(self._lengths.data_ptr())[:] = [*written]
         self._numbers.copy_(self._lengths, non_blocking=True)
-        new_counts = [self._load_counts(i, store) for i, store in enumerate(stores)]
-        if any(new_counts):
-            self._counts.send()
-        new_pages = [self._load_pages(i, store) for i, store in enumerate(stores)]
-        if any(new_pages):
-            self._addresses.send()
+        try:
+            new_counts = [self._load_counts(i, store) for i, store in enumerate(stores)]
+            if any(new_counts):
+                self._counts.send()
+            new_pages = [self._load_pages(i, store) for i, store in enumerate(stores)]
+            if any(new_pages):
+                self._addresses.send()
+        except BaseException:
+            # What is written here may not have been sent.
+            self._loaded_pages = [None] * len(stores)
+            self._loaded_counts = [None] * len(stores)
+            raise
 
     def _load_counts(self, i: int, store: PagedStore) -> bool:
         """Write the counts of a store if they are others; return whether they are."""
