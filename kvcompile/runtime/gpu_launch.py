@@ -199,7 +199,8 @@ def _tuned(spec: KernelSpec, grid: tuple[int, ...], arguments: Sequence[object])
 def _part(store: GpuStore, x: torch.Tensor | None, dim: int) -> tuple[list[object], int]:
     """Return tensor, strides and length of new K or V; without any, of nothing."""
     if x is None:
-        return [store.state, 0, 0, 0, 0], 0
+        # Nothing is read of it, but a kernel takes no address in main memory, where the state is.
+        return [torch.empty(1, dtype=store.dtype, device=store.device), 0, 0, 0, 0], 0
     if x.shape[:2] != (store.batch, store.num_kv_heads) or x.shape[3] != dim:
         raise ValueError(f"keys or values {tuple(x.shape)} do not fit {store!r}")
     x = x if x.stride(3) == 1 or dim == 1 else x.contiguous()

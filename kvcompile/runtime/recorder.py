@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -9,6 +10,9 @@ import torch
 
 Run = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
 """Runs a step, given the states of its stores, in place: inputs and outputs are always the same."""
+
+_recording = threading.Lock()
+"""PyTorch records one graph at a time in a process."""
 
 
 class Recorded(Protocol):
@@ -22,14 +26,18 @@ class Recorded(Protocol):
 class CudaGraph:
     """A step as a CUDA graph."""
 
-    def __init__(self, run: Run, states: Sequence[torch.Tensor]) -> None:
+    def __init__(self, run: Run, states: Sequence[torch.Tensor], device: torch.device) -> None:
         """Record, without executing anything.
 
         Raises:
             RuntimeError: Something in the step cannot be recorded.
         """
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # The stream that PyTorch records on by itself is one of whatever device came first. Other
+        # threads may allocate meanwhile; by default that would fail, there and here.
+        stream = torch.cuda.Stream(device)
+        recording = torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local")
+        with _recording, recording:
             self._outputs = run(states)
 
     def replay(self, states: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -58,4 +66,4 @@ def record(run: Run, states: Sequence[torch.Tensor], device: torch.device) -> Re
     Raises:
         RuntimeError: Something in the step cannot be recorded.
     """
-    return CudaGraph(run, states) if device.type == "cuda" else Rerun(run, states)
+    return CudaGraph(run, states, device) if device.type == "cuda" else Rerun(run, states)
