@@ -1,4 +1,4 @@
-"""Which graphs decode as steps on a GPU, and which of them can be recorded."""
+"""Which graphs decode as steps on a GPU, which of them can be recorded, and steps that fail."""
 
 from typing import Any
 
@@ -7,9 +7,12 @@ import torch
 
 from kvcompile.passes.base import PassOptions
 from kvcompile.runtime.gpu_steps import gpu_steps_of
+from kvcompile.runtime.mask_watch import MaskWatch
 from kvcompile.runtime.recordable import NotRecorded, Recording, recording_of
+from kvcompile.runtime.step_tables import StepTables
 from tests.support.attentions import Static
 from tests.support.programs import capture, qkv, static_handles
+from tests.support.stores import filled_store
 
 OPTIONS = PassOptions(isa="avx512", gpu_devices=("cpu",))
 CPU = torch.device("cpu")
@@ -45,3 +48,32 @@ def test_a_graph_that_writes_to_memory_it_reads_as_another_input_is_not_recorded
     program, _ = capture(step, *inputs, options=OPTIONS)
     found = recording_of(program, CPU)
     assert isinstance(found, NotRecorded if is_shared else Recording)
+
+
+def test_a_mask_is_looked_at_again_after_a_step_that_failed() -> None:
+    """The second time may be the one that is recorded."""
+    watch, store = MaskWatch(CPU), filled_store(4, capacity=12).store
+    mask = torch.ones(1, 1, 1, 12, dtype=torch.bool)
+    for looks in (1, 2):
+        watch.begin()
+        for _ in range(2):  # layers
+            watch.look(store, mask, 4)
+        assert watch._seen.tolist() == [looks, 0]
+
+
+def test_tables_that_were_not_sent_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = filled_store(4, capacity=12).store
+    tables = StepTables([store], 1)
+
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(tables._addresses), "send", fail)
+        with pytest.raises(MemoryError):
+            tables.load([store], [(4, 5)])
+    tables.load([store], [(4, 5)])
+    found = tables.streams[0].addresses("pages", store.pages)
+    assert found[:, :1].tolist() == [
+        [store.arena.page(row[0]).data_ptr()] for row in store.pages.rows
+    ]
