@@ -30,22 +30,16 @@ registry: dict[tuple[str, str], Generator[Any]] = {
 }
 
 
-def refusal(spec: Spec) -> Unsupported | None:
-    """Return why no kernel of `spec` can be printed, or None if one can be."""
-    generator = registry.get((spec.target, spec.op))
-    if generator is None:
-        return Unsupported(f"nothing prints {spec.op!r} for target {spec.target!r}", "")
-    answer = generator.supports(spec)
-    return answer if isinstance(answer, Unsupported) else None
-
-
 def generate(spec: Spec) -> KernelSource:
     """Print the kernel of `spec`; equal specs give equal text.
 
     Raises:
         UnsupportedKernelError: No generator prints this spec; the message has reason and hint.
     """
-    answer = refusal(spec)
-    if answer is not None:
+    generator = registry.get((spec.target, spec.op))
+    if generator is None:
+        raise UnsupportedKernelError(f"nothing prints {spec.op!r} for target {spec.target!r}")
+    answer = generator.supports(spec)
+    if isinstance(answer, Unsupported):
         raise UnsupportedKernelError(f"{spec.symbol}: {answer.reason}. {answer.hint}")
-    return registry[spec.target, spec.op].generate(spec)
+    return generator.generate(spec)

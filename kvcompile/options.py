@@ -45,7 +45,8 @@ class CacheOptions:
         v_cache_dtype: Format of V, if it is not that of K.
         kv_cache_dtype_skip_layers: Layers that are stored exactly.
         page_size: Tokens per page, one of 16, 32, 64, 128; None for 32, or 64 if a format is
-            quantized. A page is the group of tokens that share K's scale of a channel.
+            quantized (on a GPU 128 where 64 are too few for tensor cores). A page is the group of
+            tokens that share K's scale of a channel.
         q_group_size: Channels of a token of V that share a scale, a multiple of 16.
         residual_length: Most recent tokens that stay exact in a quantized cache.
         num_sink_tokens: First tokens that stay exact in a quantized cache.

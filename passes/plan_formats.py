@@ -9,9 +9,8 @@ import torch
 
 from kvcompile.codegen.formats import get_format
 from kvcompile.codegen.formats.integer import IntegerFormat
-from kvcompile.codegen.layout import RecordLayout, Window
-from kvcompile.codegen.registry import refusal
-from kvcompile.codegen.spec import KernelSpec
+from kvcompile.codegen.gpu.shape import fills_tiles
+from kvcompile.codegen.layout import PAGE_SIZES, RecordLayout, Window
 from kvcompile.passes.base import PassOptions, missed, passed
 from kvcompile.passes.ir.plan import StreamPlan
 from kvcompile.passes.ir.remarks import Remark
@@ -102,14 +101,12 @@ def _plan(
     layout = plan_layout(options.dtypes.of(site.index, sites), k.dtype, dims, options)
     compute: Compute | Missed | None = None
     if on_gpu:
-        layout = layout.reordered("gpu16")
+        layout = _gpu_layout(layout, options)
         compute = _gpu_compute(layout, k.dtype, options)
     elif layout.window is not None:
         compute = _compute((layout.format("k"), layout.format("v")), options)
     if isinstance(compute, Missed):
         return compute
-    if on_gpu and (refused := _refused_on_gpu(site, layout, compute, options)) is not None:
-        return refused
     separable = not on_gpu and _is_separable(keys, layout, options)
     turning = rotating_keys(keys) if separable else None
     if turning is not None:
@@ -170,23 +167,12 @@ def _no_such_layers(origin: str, layers: list[int], count: int) -> Remark:
     return Remark("failed", "KVC306", origin, "", "", reason, hint=hint)
 
 
-def _refused_on_gpu(
-    site: AttentionSite, layout: RecordLayout, compute: Compute | None, options: PassOptions
-) -> Missed | None:
-    """Return why a GPU's kernels cannot be printed; no plain torch reads pages there."""
-    spec = KernelSpec(
-        op="attend",
-        target="gpu",
-        isa=options.gpu_isa,
-        dtype=EXACT_FORMATS[site.k.meta["val"].dtype],
-        **layout.spec_fields(),
-        q_heads_per_kv_head=site.num_q_heads // site.num_kv_heads,
-        mask="none",
-        queries="one",
-        compute=compute,
-    )
-    refused = refusal(spec)
-    return None if refused is None else Missed("KVC307", refused.reason, site.k, hint=refused.hint)
+def _gpu_layout(layout: RecordLayout, options: PassOptions) -> RecordLayout:
+    """Return how a GPU's records lie; pages that were left open have tokens for tensor cores."""
+    layout = layout.reordered("gpu16")
+    if options.page_size is None and not fills_tiles(layout):
+        return replace(layout, page_size=PAGE_SIZES[-1])
+    return layout
 
 
 def _gpu_compute(

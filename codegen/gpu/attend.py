@@ -21,7 +21,7 @@ from kvcompile.codegen.gpu.helpers import (
     unpack_float_text,
     unpack_text,
 )
-from kvcompile.codegen.gpu.shape import LEAST_TILE, GpuShape, supports_records
+from kvcompile.codegen.gpu.shape import GpuShape, supports_records
 from kvcompile.codegen.gpu.text import Writer, jit
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import KernelSpec
@@ -35,17 +35,10 @@ class AttendGenerator:
         records = supports_records(spec)
         if isinstance(records, Unsupported):
             return records
-        shape = GpuShape(spec)
         if spec.is_grouped and spec.compute not in ("fp16", "fp32"):
             return Unsupported(f"compute {spec.compute}", "Choose fp16 or fp32.")
         if spec.compute == "fp16" and spec.dtype == "fp32":
             return Unsupported("fp16 products for an fp32 model", 'Choose compute "fp32".')
-        if shape.tile_tokens < LEAST_TILE:
-            return Unsupported(
-                f"{spec.k_format} K of {spec.head_dim_qk} and {spec.v_format} V of "
-                f"{spec.head_dim_vo} channels in pages of {spec.page_size} tokens",
-                f"Choose a page_size of at least {LEAST_TILE * shape.tiles}.",
-            )
         return Supported()
 
     def generate(self, spec: KernelSpec) -> KernelSource:

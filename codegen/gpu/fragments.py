@@ -186,8 +186,13 @@ def scores(
     role_type = shape.product_type("k", exact=shape.spec.is_grouped and exact and beside)
     ieee = ', input_precision="ieee"' if role_type == "fp32" else ""
     cast = ".to(tl.float32)" if role_type == "fp32" and shape.spec.dtype != "fp32" else ""
+    is_small = not shape.has_dots and not (exact and beside)
     for i, piece in enumerate(shape.k.pieces):
         name = piece.name
+        if is_small:
+            factors = f"{query}{name}[:, None, :].to(tl.float32) * k{name}{tile}[None, :, :]"
+            w(f"{x} = {f'{x} + ' if i else ''}tl.sum({factors}.to(tl.float32), 2)")
+            continue
         before = f", {x}" if i else ""
         w(f"{x} = tl.dot({query}{name}{cast}, k{name}{tile}.T{before}{ieee})")
 

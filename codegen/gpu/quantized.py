@@ -20,6 +20,9 @@ from kvcompile.codegen.gpu.shape import TRITON_TYPE, GpuShape, Part, Piece
 if TYPE_CHECKING:
     from kvcompile.codegen.gpu.text import Writer
 
+IEEE = ', input_precision="ieee"'
+"""Of a product of fp32 numbers, which is to be no product of tf32 numbers."""
+
 QUERY_ROOM_BITS = 11
 """By 2 to this power scaled queries are larger, so that fp16 holds those of small scales with all
 their bits. Below 4 are query and scale, at most, and 65504 is the largest fp16 number."""
@@ -293,12 +296,20 @@ def _accumulate(w: Writer, shape: GpuShape, tiles: list[str]) -> None:
                 before = f"o{piece.name}" + ("" if i else f" * {shrink}[:, None]")
                 value = f"v{piece.name}{tile}"
                 if shape.has_unit:
-                    w(f"o{piece.name} = tl.dot(ps, {value}, {before})")
+                    w(f"o{piece.name} = {_weighted(shape, 'ps', value, before)}")
                     continue
                 low = "" if part.is_float else f" + lower(words{g})[:, None]"
                 scale = f"{_fp32_scale(part, str(g))}[:, None]"
                 w(f"{value} = {value} * {scale}{unit_factor(part)}{low}")
-                w(f'o{piece.name} = tl.dot(p{tile}, {value}, {before}, input_precision="ieee")')
+                w(f"o{piece.name} = {_weighted(shape, f'p{tile}', value, before, IEEE)}")
+
+
+def _weighted(shape: GpuShape, weight: str, value: str, before: str, precision: str = "") -> str:
+    """Return the product of a tile's weights and numbers of its tokens, and what was before."""
+    if shape.has_dots:
+        return f"tl.dot({weight}, {value}, {before}{precision})"
+    factors = f"{weight}[:, :, None].to(tl.float32) * {value}[None, :, :].to(tl.float32)"
+    return f"tl.sum({factors}, 1) + {before}"
 
 
 def _load_v_scales(w: Writer, shape: GpuShape, first: int) -> None:
@@ -319,11 +330,12 @@ def _accumulate_words(w: Writer, shape: GpuShape, tile: str, *, first: bool) -> 
     """Add exact words of V beside a quantized K."""
     wanted = shape.product_type("v")
     _sums(w, shape, tile, first=first)
-    ieee = ', input_precision="ieee"' if wanted == "fp32" else ""
+    precision = IEEE if wanted == "fp32" else ""
     weight = f"p{tile}" if wanted == "fp32" else "ph"
     for piece in shape.v.pieces:
         before = f"o{piece.name} * a[:, None]" if first else f"o{piece.name}"
-        w(f"o{piece.name} = tl.dot({weight}, v{piece.name}{tile}, {before}{ieee})")
+        product = _weighted(shape, weight, f"v{piece.name}{tile}", before, precision)
+        w(f"o{piece.name} = {product}")
 
 
 def _sums(w: Writer, shape: GpuShape, tile: str, *, first: bool) -> None:
@@ -335,12 +347,13 @@ def _sums(w: Writer, shape: GpuShape, tile: str, *, first: bool) -> None:
     w(f"ph = p{tile}.to({triton_type})")
     if not shape.has_minimum_columns:
         ones = f"tl.full([{shape.tile_tokens}, {columns}], 1.0, {triton_type})"
-        w(f"sums = tl.dot(ph, {ones}, {'sums * a[:, None]' if first else 'sums'})")
+        before = "sums * a[:, None]" if first else "sums"
+        w(f"sums = {_weighted(shape, 'ph', ones, before)}")
         for g in range(shape.v.groups if shape.has_minima else 0):
             value = f"(lower(words{g}) * over_unit).to(tl.float16)[:, None]"
             value = f"tl.broadcast_to({value}, {shape.tile_tokens}, 8)"
             before = f"low_sums{g}{' * a_o[:, None]' if first else ''}"
-            w(f"low_sums{g} = tl.dot(ph, {value}, {before})")
+            w(f"low_sums{g} = {_weighted(shape, 'ph', value, before)}")
         return
     half = columns // 2
     each = half // shape.minimum_groups
@@ -352,5 +365,5 @@ def _sums(w: Writer, shape: GpuShape, tile: str, *, first: bool) -> None:
         w(f"sums *= tl.where(column < {half}, a[:, None], a_o[:, None])")
     w(
         f"addends = tl.where(column < {half}, 1.0, {value} * over_unit).to(tl.float16)",
-        "sums = tl.dot(ph, addends, sums)",
+        f"sums = {_weighted(shape, 'ph', 'addends', 'sums')}",
     )

@@ -188,6 +188,21 @@ def supports_records(spec: KernelSpec) -> Supported | Unsupported:
     return Supported()
 
 
+def fills_tiles(layout: RecordLayout) -> bool:
+    """Whether the pages of a layout have tokens enough for tensor cores.
+
+    Words of few channels hold several tokens of each, which are in tiles of their own.
+    """
+    tiles = max(_part(layout, role).token_planes for role in ROLES)
+    return layout.page_size // tiles >= LEAST_TILE
+
+
+def _part(layout: RecordLayout, role: Role) -> Part:
+    shape, format_ = layout.part(role), layout.format(role)
+    offset = layout.k_offset if role == "k" else layout.v_offset
+    return Part(role, shape, format_.name, format_.channels(shape), offset)
+
+
 @dataclass(frozen=True)
 class GpuShape:
     """What follows from a spec."""
@@ -216,11 +231,7 @@ class GpuShape:
 
     def part(self, role: Role, *, exact: bool = False) -> Part:
         """Return K or V of a record, or of one of the exact pages beside quantized ones."""
-        layout = self.layout.exact if exact else self.layout
-        shape = layout.part(role)
-        offset = layout.k_offset if role == "k" else layout.v_offset
-        format_ = layout.format(role)
-        return Part(role, shape, format_.name, format_.channels(shape), offset)
+        return _part(self.layout.exact if exact else self.layout, role)
 
     @cached_property
     def k(self) -> Part:
@@ -282,6 +293,11 @@ class GpuShape:
     def tile_tokens(self) -> int:
         """Tokens of a tile."""
         return self.block_tokens // self.tiles
+
+    @property
+    def has_dots(self) -> bool:
+        """Whether tensor cores multiply; tiles too small for them are multiplied one by one."""
+        return self.tile_tokens >= LEAST_TILE
 
     @property
     def is_fp16(self) -> bool:

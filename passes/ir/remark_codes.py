@@ -36,7 +36,6 @@ REMARK_CODES: dict[str, str] = {
     "KVC304": "head dimension too large",
     "KVC305": "quantized K and V cannot be multiplied as asked",
     "KVC306": "options name layers that the graph does not have",
-    "KVC307": "kernels that cannot be printed",
     "KVC400": "rewritten to a page store",
     "KVC401": "a static buffer without a mask",
     "KVC402": "the length of the past is not an input",

@@ -104,6 +104,10 @@ def test_printed_fp32_products(golden: Golden) -> None:
     golden(generate(replace(GROUPED, k_format="int8", v_format="fp8", compute="fp32")).text)
 
 
+def test_printed_tiles_too_small_for_tensor_cores(golden: Golden) -> None:
+    golden(generate(replace(GROUPED, head_dim_qk=32, head_dim_vo=32, page_size=16)).text)
+
+
 def test_printed_merge(golden: Golden) -> None:
     golden(generate(MERGE).text)
 
@@ -155,10 +159,6 @@ def check_text(text: str, symbol: str) -> None:
 REFUSED: dict[str, tuple[Spec, str]] = {
     "cannot multiply": (replace(GROUPED, compute="int8"), "compute int8. Choose fp16 or fp32"),
     "a model of fp32": (replace(GROUPED, dtype="fp32"), 'fp32 model. Choose compute "fp32"'),
-    "narrow pages": (
-        replace(GROUPED, k_format="int1", page_size=32),
-        "Choose a page_size of at least 64",
-    ),
     "an unknown size": (replace(EXACT, page_size=48), "page_size must be one of"),
     "a turning mean": (replace(GROUPED, rotary=Rotary(64)), "Leave separate_k_bias off"),
     "splits": (replace(MERGE, most_splits=512), "512 splits. At most 256 are merged"),

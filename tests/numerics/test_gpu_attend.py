@@ -12,7 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvcompile.codegen.spec import IsaName, MaskKind
+from kvcompile.codegen.gpu.shape import GpuShape
+from kvcompile.codegen.spec import Compute, IsaName, MaskKind
 from tests.support import triton_interpreter  # noqa: F401 -- repairs it before a kernel is loaded
 from tests.support.gpu_pages import (
     MOST_ERROR,
@@ -89,18 +90,45 @@ def test_mixed_formats(k: str, v: str) -> None:
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 def test_page_sizes(name: str, page_size: int) -> None:
-    case = GpuCase(k=name, page_size=page_size)
-    if case.is_printed:
-        check(case, length=3 * page_size + 75)
+    check(GpuCase(k=name, page_size=page_size), length=3 * page_size + 75)
+
+
+@pytest.mark.parametrize("isa", FLAVOURS)
+@pytest.mark.parametrize(
+    ("k", "v", "dim", "page_size"),
+    [
+        ("int4", "int4", 32, 16),
+        ("int2", "int2", 80, 16),
+        ("int1", "int1", 32, 32),
+        ("int3", "int3", 112, 32),
+        ("int8", "int4", 80, 16),
+        ("int4", "bf16", 96, 16),
+        ("bf16", "int2", 32, 16),
+        ("fp8", "int2", 112, 32),
+    ],
+)
+def test_tiles_too_small_for_tensor_cores(
+    k: str, v: str, dim: int, page_size: int, isa: IsaName
+) -> None:
+    """Words of few channels hold up to 8 tokens of each channel: tiles of 2 to 8 tokens."""
+    case = GpuCase(k=k, v=v, isa=isa, dims=(dim, dim), page_size=page_size)
+    assert GpuShape(case.spec).tile_tokens < 16
+    check(case, length=150, starts=(7,))
+
+
+@pytest.mark.parametrize("mask", ["bool", "causal"])
+@pytest.mark.parametrize("compute", ["fp16", "fp32"])
+def test_small_tiles_of_several_queries(compute: Compute, mask: MaskKind) -> None:
+    case = GpuCase(
+        k="int4", dims=(32, 32), page_size=16, mask=mask, queries="few", group=5, compute=compute
+    )
+    check(case, length=100, queries=3, starts=(7,))
 
 
 @pytest.mark.parametrize("dim", [32, 56, 64, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4", "int2"])
 def test_head_dims(name: str, dim: int) -> None:
-    case = GpuCase(k=name, dims=(dim, dim), page_size=64)
-    case = case if case.is_printed else replace(case, page_size=128)
-    assert case.is_printed
-    check(case, length=200, starts=(7,))
+    check(GpuCase(k=name, dims=(dim, dim), page_size=64), length=200, starts=(7,))
 
 
 @pytest.mark.parametrize("group", [1, 3, 5, 6, 7, 9, 71])

@@ -1,36 +1,37 @@
-"""What a GPU has no kernels for is left to the model, and a remark says so."""
-
-from dataclasses import replace
+"""How a GPU's pages lie, and how many tokens they have where that is left open."""
 
 import pytest
 
 from kvcompile.passes.base import PassOptions
-from kvcompile.passes.ir.program import Program
+from kvcompile.passes.ir.plan import StreamPlan
 from kvcompile.passes.layer_dtypes import LayerDtypes
 from tests.support.attentions import Sdpa
-from tests.support.programs import capture, codes, past, qkv
-
-OPTIONS = PassOptions(isa="avx512", gpu_devices=("cpu",), dtypes=LayerDtypes("int4"))
+from tests.support.programs import capture, past, qkv
 
 
-def program_of(options: PassOptions) -> Program:
-    program, _ = capture(Sdpa("expand").eval(), *qkv(1, dim=32), past(7, dim=32), options=options)
-    return program
+def plan_of(name: str, dim: int, *, page_size: int | None = None, gpu: bool = True) -> StreamPlan:
+    options = PassOptions(
+        isa="avx512",
+        gpu_devices=("cpu",) if gpu else (),
+        dtypes=LayerDtypes(name),
+        page_size=page_size,
+    )
+    module = Sdpa("expand").eval()
+    program, _ = capture(module, *qkv(1, dim=dim), past(7, dim=dim), options=options)
+    return program.plans[0]
 
 
-@pytest.mark.parametrize("page_size", [32, 64, 128])
-def test_pages_lie_as_gpus_read_them(page_size: int) -> None:
-    plan = program_of(replace(OPTIONS, page_size=page_size)).plans[0]
-    assert plan.layout.order == "gpu16"
-    assert plan.layout.page_size == page_size
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+def test_pages_that_were_asked_for(page_size: int) -> None:
+    layout = plan_of("int4", 32, page_size=page_size).layout
+    assert (layout.order, layout.page_size) == ("gpu16", page_size)
 
 
-def test_pages_too_small_for_a_tile_are_refused_with_the_nearest_size() -> None:
-    program = program_of(replace(OPTIONS, page_size=16))
-    assert program.plans == {}
-    assert "KVC307" in codes(program)
-    (remark,) = [r for r in program.remarks if r.code == "KVC307"]
-    assert "int4 K of 32" in remark.reason
-    assert remark.hint == "Choose a page_size of at least 32."
-    on_a_cpu = program_of(replace(OPTIONS, page_size=16, gpu_devices=()))
-    assert on_a_cpu.plans[0].layout.page_size == 16
+@pytest.mark.parametrize(
+    ("name", "dim", "page_size"),
+    [("auto", 80, 32), ("int4", 80, 64), ("int2", 64, 64), ("int2", 80, 128), ("int3", 96, 128)],
+)
+def test_pages_have_tokens_for_tensor_cores(name: str, dim: int, page_size: int) -> None:
+    assert plan_of(name, dim).layout.page_size == page_size
+    on_a_cpu = plan_of(name, dim, gpu=False).layout
+    assert (on_a_cpu.order, on_a_cpu.page_size) == ("cpu16", min(page_size, 64))

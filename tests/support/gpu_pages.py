@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvcompile.codegen.formats import TILE, get_format
-from kvcompile.codegen.gpu.attend import AttendGenerator
 from kvcompile.codegen.gpu.compile import load
 from kvcompile.codegen.gpu.shape import GpuShape
 from kvcompile.codegen.layout import RecordLayout, Window
-from kvcompile.codegen.source import Unsupported
 from kvcompile.codegen.spec import (
     Compute,
     DTypeName,
@@ -92,11 +90,6 @@ class GpuCase:
             softcap=self.softcap,
             sliding_window=self.sliding_window,
         )
-
-    @property
-    def is_printed(self) -> bool:
-        """Whether the printer prints it."""
-        return not isinstance(AttendGenerator().supports(self.spec), Unsupported)
 
     def layout(self) -> RecordLayout:
         """Return the layout of its records."""
