@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvcompile.runtime.errors import CacheGapError
 from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.mask_watch import MaskWatch
 from kvcompile.runtime.store import PagedStore
@@ -26,8 +27,11 @@ def test_views_of_one_mask_are_looked_at_once(store: PagedStore) -> None:
         watch.look(store, mask.view(mask.shape), STORED)
     assert watch._seen.tolist() == [1, 0]
     watch.send()
+    with pytest.raises(CacheGapError, match="earlier step"):
+        watch.begin()
+    assert watch._seen.tolist() == [0, 0]
     watch.look(store, mask, STORED)
-    assert watch._seen.tolist() == [2, 0]
+    assert watch._seen.tolist() == [1, 0], "the next step looks again"
 
 
 def test_each_mask_of_a_step_is_looked_at(store: PagedStore) -> None:
