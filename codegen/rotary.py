@@ -92,6 +92,12 @@ class Rotary:
         """What the symbol ends in: the dimension, and an i if it is interleaved."""
         return f"{self.dim}{'i' if self.interleaved else ''}"
 
+    @property
+    def said(self) -> str:
+        """What turns by which parameters of a kernel, for its glossary."""
+        pairs = "2j and 2j + 1" if self.interleaved else f"j and j + {self.pairs}"
+        return f"channels {pairs} turn together, the first {self.dim} of them; cos_BSR, sin_BSR"
+
     def channels(self, pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the first and the second channel of some pairs."""
         if self.interleaved:

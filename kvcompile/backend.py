@@ -168,7 +168,8 @@ def _gpu_devices() -> tuple[str, ...]:
     if os.environ.get("KVCOMPILE_TARGET") != "gpu":
         return ()
     if find_spec("triton") is None:
-        launch.remark("KVCOMPILE_TARGET=gpu asks for Triton, which is not installed", NO_TRITON)
+        reason = "KVCOMPILE_TARGET=gpu asks for Triton, which is not installed"
+        emit(Remark("missed", "KVC303", "backend", "", "", reason, NO_TRITON), once="triton")
         return ()
     return ("cuda",) if torch.cuda.is_available() else ("cpu",)
 

@@ -115,10 +115,4 @@ def rope_fields(spec: KernelSpec) -> str:
 
 def rope_line(spec: KernelSpec) -> list[str]:
     """Return the line of the glossary that says what turns, if anything does."""
-    if spec.rope is None:
-        return []
-    pairs = "2j and 2j + 1" if spec.rope.interleaved else f"j and j + {spec.rope.pairs}"
-    return [
-        f"rope    channels {pairs} turn together, the first {spec.rope.dim} of them; "
-        f"cos_BSR, sin_BSR {spec.dtype}"
-    ]
+    return [] if spec.rope is None else [f"rope    {spec.rope.said} {spec.dtype}"]

@@ -223,3 +223,15 @@ def test_logs_say_a_miss_once() -> None:
         compiled(Softmax("tanh").eval())(*args)
         compiled(Softmax("tanh").eval())(*args)
     assert said().count("KVC116") == 1
+
+
+def test_without_triton_caches_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCOMPILE_TARGET", "gpu")
+    monkeypatch.setattr("kvcompile.backend.find_spec", lambda _: None)
+    model, ids = tiny_llama(), prompt(9)
+    expected = generate(model, ids, 4)
+    run = compiled(model)
+    assert torch.equal(generate(run, ids, 4), expected)
+    (remark,) = [remark for remark in kvcompile.notices() if remark.code == "KVC303"]
+    assert "Triton, which is not installed" in remark.reason
+    assert "KVC501" not in said(), "no plain torch stands in for anything"
