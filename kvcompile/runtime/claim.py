@@ -51,7 +51,7 @@ def writable_store(past: KVTensor) -> PagedStore:
         store.truncate(length, cut)
         return store
     # K and V come one after the other: V goes where K has just gone.
-    fork = store.derive(("append", length), role, store.fork)
+    fork = store.derive(("append", length), role, length, store.fork)
     if fork.role_length(role) > length:
         fork.truncate(length, cut)
     return fork

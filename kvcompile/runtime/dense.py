@@ -1,16 +1,70 @@
-"""What a handle becomes when it is written, or when a view of it is taken: a dense tensor, kept."""
+"""Dense tensors of handles: made for one operator, or kept once a handle is written or viewed."""
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvcompile.passes.ir.remarks import Remark, emit
+from kvcompile.runtime import launch
+from kvcompile.runtime.errors import StaleHandleError
 from kvcompile.runtime.registry import Role, anchor_for, register
 
 if TYPE_CHECKING:
     from kvcompile.runtime.store import PagedStore
+
+
+ASKED_FOR = frozenset(("materialize", "numpy", "tolist", "dlpack"))
+"""Operators by which a user asks for a dense tensor in so many words."""
+
+
+class Materializations(Counter[str]):
+    """Operator name -> how often it needed the dense tensor."""
+
+    def add(self, operator: str) -> None:
+        """Count an operator for which a dense tensor is made and dropped; tell the first time."""
+        self[operator] += 1
+        if operator not in ASKED_FOR:
+            emit(
+                Remark(
+                    kind="note",
+                    code="KVC507",
+                    origin="handle",
+                    site="",
+                    where="",
+                    reason=f"{operator} needed a KV handle as a dense tensor, which was made for "
+                    "it and dropped again; memory_report counts how often",
+                    hint="What stays in pages: crops from token 0; slicing, selecting, repeating "
+                    "and joining rows; clone and deepcopy; saving and loading.",
+                ),
+                once=operator,
+            )
+
+
+def dense_of(store: PagedStore, role: Role, length: int | None) -> torch.Tensor:
+    """Return the dense tensor of one role; see `PagedStore.materialize`."""
+    stored = store.role_length(role)
+    cell = store.cells.get(role)
+    if cell is not None and cell.dense is not None:
+        return cell.dense.clone()
+    if store.capacity is None:
+        wanted = stored if length is None else length
+        if wanted > stored:
+            raise StaleHandleError(
+                f"{wanted} tokens of {role.upper()} were asked for, but only {stored} are "
+                "stored: the cache was truncated in the meantime; take a new handle from it"
+            )
+        if wanted:
+            return store.heads_first(launch.gather(store, role, 0, wanted)).contiguous()
+        return torch.empty(store.shape(role, 0), dtype=store.dtype, device=store.device)
+    dense = torch.zeros(store.shape(role, stored), dtype=store.dtype, device=store.device)
+    if stored:
+        store.heads_first(dense)[:, :, :stored] = launch.gather(store, role, 0, stored)
+    return dense
 
 
 class DenseCell:
@@ -22,7 +76,7 @@ class DenseCell:
 
     Attributes:
         role: K or V.
-        dense: [B, K, T, D] once a view or a write needed it, else None.
+        parts: Cells of some of its rows, as long as somebody holds them.
         anchor: int64[1], names this cell to graphs of other compilers.
     """
 
@@ -31,11 +85,17 @@ class DenseCell:
         # A static store owns its cells: a reference back would leave both to garbage collection.
         self._keep_alive = store if store.capacity is None else None
         self.role: Role = role
-        self.dense: torch.Tensor | None = None
+        self.parts: weakref.WeakSet[DenseCell] = weakref.WeakSet()
+        self._dense: torch.Tensor | None = None
         self.anchor = anchor_for(register(self), role)
         self._version = 0
         self._written = False
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
+
+    @property
+    def dense(self) -> torch.Tensor | None:
+        """[B, K, T, D] once a view or a write needed it, else None."""
+        return self._dense
 
     @property
     def store(self) -> PagedStore:
@@ -85,25 +145,34 @@ class DenseCell:
         """Bytes of anchor and dense tensor."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
-    def fill(self, dense: torch.Tensor) -> torch.Tensor:
-        """Keep `dense` from now on; it must not be an inference tensor."""
-        self.dense = dense
-        self._version = dense._version
-        return dense
+    def turn_dense(self, operator: str) -> None:
+        """Keep a dense tensor from now on, as long as the longest handle that is alive."""
+        # An inference tensor has no version counter, which is how writes are noticed.
+        with torch.inference_mode(mode=False):
+            self.store.materializations[operator] += 1
+            dense = dense_of(self.store, self.role, self.longest())
+            self._dense = dense.clone() if dense.is_inference() else dense
+        self._version = self._dense._version
+
+    def longest(self) -> int:
+        """Return the most tokens that a live handle of this memory, or of a part of it, has."""
+        handles = (h.tokens for h in self.store.live_handles() if h.present_cell() is self)
+        return max(max(handles, default=0), max((p.longest() for p in self.parts), default=0))
 
     def materialize(self, role: Role, length: int, operator: str) -> torch.Tensor:
         """Return a copy of the first `length` tokens."""
         if self.dense is None:
             return self.store.materialize(role, length, operator)
-        self.store.materializations[operator] += 1
+        self.store.materializations.add(operator)
         return self.first(length).clone()
 
     def first(self, length: int) -> torch.Tensor:
         """Return the first `length` tokens of the dense tensor."""
-        assert self.dense is not None
-        if self.dense.shape[self.token_dim] == length:
-            return self.dense
-        return self.dense.narrow(self.token_dim, 0, length)
+        dense = self.dense
+        assert dense is not None
+        if dense.shape[self.token_dim] == length:
+            return dense
+        return dense.narrow(self.token_dim, 0, length)
 
     @property
     def token_dim(self) -> int:
@@ -112,4 +181,63 @@ class DenseCell:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor the cell owns."""
-        return [self.anchor] if self.dense is None else [self.anchor, self.dense]
+        return [self.anchor] if self._dense is None else [self.anchor, self._dense]
+
+    def memory(self) -> list[DenseCell]:
+        """Return the cells whose tensors this one keeps alive, itself first."""
+        return [self]
+
+
+class RowsCell(DenseCell):
+    """Rows of the memory of another cell: a view, as PyTorch's slices are.
+
+    Its store shares the pages of the whole, so that reading needs no dense tensor. A write turns
+    the whole dense, and reaches it; what is written to the whole is seen here.
+    """
+
+    def __init__(
+        self,
+        store: PagedStore,
+        role: Role,
+        whole: DenseCell,
+        view: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Begin without a dense tensor.
+
+        Args:
+            store: The rows in pages.
+            role: K or V.
+            whole: The cell of all rows; of a store that grows.
+            view: Takes the rows from the dense tensor of the whole, without copying.
+        """
+        super().__init__(store, role)
+        self._whole = whole
+        self._view = view
+        whole.parts.add(self)
+
+    @property
+    def dense(self) -> torch.Tensor | None:
+        """The rows of the dense tensor of the whole, if there is one."""
+        whole = self._whole.dense
+        return None if whole is None else self._view(whole)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether any part of the whole was written."""
+        return self._whole.is_written
+
+    def mark_written(self) -> None:
+        """Note a write, or that one could come unnoticed."""
+        self._whole.mark_written()
+
+    def watch(self, handle: torch.Tensor) -> None:
+        """Note that the dispatcher makes a view of the dense tensor for `handle`."""
+        self._whole.watch(handle)
+
+    def turn_dense(self, operator: str) -> None:
+        """Turn the whole into a dense tensor."""
+        self._whole.turn_dense(operator)
+
+    def memory(self) -> list[DenseCell]:
+        """Return the cells whose tensors this one keeps alive, itself first."""
+        return [self, *self._whole.memory()]

@@ -11,32 +11,32 @@ if TYPE_CHECKING:
     from kvcompile.runtime.store import PagedStore
 
 
-class LastDerived:
-    """The store last derived from another one, and the roles that were given it."""
+class Derived:
+    """The stores derived from another one that are alive, and the roles that were given them."""
 
     def __init__(self) -> None:
         """Begin without one."""
-        self._made: tuple[object, int, weakref.ref[PagedStore]] | None = None
-        self._roles: set[Role] = set()
+        self._made: dict[object, tuple[weakref.ref[PagedStore], set[Role]]] = {}
 
     def store(
-        self, what: object, epoch: int, role: Role, make: Callable[[], PagedStore]
+        self, what: object, role: Role, at_least: int, make: Callable[[], PagedStore]
     ) -> PagedStore:
         """Return the store that `make` makes; see `PagedStore.derive`.
 
         Args:
-            what: Names what is made.
-            epoch: Counts the changes of the store that it is made from.
+            what: Names what is made, and what it is made of at this time.
             role: The role that asks.
+            at_least: Tokens of the role that must be in it.
             make: Makes the store.
         """
-        if self._made is not None and role not in self._roles:
-            its_what, its_epoch, ref = self._made
+        if what in self._made:
+            ref, roles = self._made[what]
             store = ref()
-            if store is not None and (its_what, its_epoch) == (what, epoch):
-                self._roles.add(role)
+            # One that was given to the other role may have been cut short since then.
+            if store is not None and role not in roles and store.role_length(role) >= at_least:
+                roles.add(role)
                 return store
         store = make()
-        self._made = what, epoch, weakref.ref(store)
-        self._roles = {role}
+        self._made = {key: made for key, made in self._made.items() if made[0]() is not None}
+        self._made[what] = weakref.ref(store), {role}
         return store

@@ -35,3 +35,7 @@ class HandleHasNoStorageError(KvcompileError):
 
 class HandleWriteError(KvcompileError):
     """A write to a handle that cannot reach what the handle stands for."""
+
+
+class CacheFileError(KvcompileError):
+    """A saved cache cannot be read: it is damaged, foreign, or made for other machines."""

@@ -6,24 +6,30 @@ Each gives the dense values, or a named error where an address was asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import torch
 
 from kvcompile.runtime.errors import HandleHasNoStorageError, HandleWriteError
 
 if TYPE_CHECKING:
+    from kvcompile.runtime.handle import KVTensor
     from kvcompile.runtime.store import PagedStore
 
 # A view made in the dispatcher has the handle as its autograd base, which Dynamo cannot
 # rebuild; taken from the dense tensor in Python it is a view of ordinary memory.
 # fmt: off
 VIEW_METHODS = (
-    "as_strided", "diagonal", "expand", "expand_as", "flatten", "movedim", "moveaxis", "permute",
+    "as_strided", "diagonal", "flatten", "movedim", "moveaxis", "permute",
     "ravel", "reshape", "reshape_as", "select", "squeeze", "swapaxes", "swapdims", "t",
     "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as",
 )
 # fmt: on
+
+
+def is_handle(value: Any) -> TypeGuard[KVTensor]:
+    """Whether `value` is a handle."""
+    return isinstance(value, PythonExits)
 
 
 class PythonExits(torch.Tensor):
@@ -53,17 +59,22 @@ class PythonExits(torch.Tensor):
         """Return a fresh handle of the same memory, cropped to `length` tokens."""
         raise NotImplementedError
 
+    def rows(self, rows: range, length: int | None = None) -> torch.Tensor:
+        """Return a fresh handle of some rows of the same memory, cropped to `length` tokens."""
+        raise NotImplementedError
+
+    def repeated(self, count: int) -> torch.Tensor:
+        """Return a fresh handle that shows its only row `count` times."""
+        raise NotImplementedError
+
     def __getitem__(self, index: Any) -> Any:
-        """Crop on pages; take every other view from the dense tensor."""
+        """Crop and slice rows on pages; take every other view from the dense tensor."""
         if self.store is None:
             return super().__getitem__(index)
-        length = (
-            None
-            if self.store.capacity is not None
-            else _crop_length(index, self.shape, self.token_dim)
-        )
-        if length is not None:
-            return self.alias(length)
+        if self.store.capacity is None:
+            part = _rows_and_length(index, self.shape, self.token_dim)
+            if part is not None:
+                return self.rows(*part)
         if isinstance(index, (torch.Tensor, list)) or _has_tensor(index):
             return super().__getitem__(index)
         return self.turn_dense("getitem")[index]
@@ -76,18 +87,20 @@ class PythonExits(torch.Tensor):
             self.turn_dense("setitem")[index] = value
 
     def narrow(self, dim: int, start: Any, length: Any) -> torch.Tensor:
-        """Return tokens or channels start .. start + length - 1."""
+        """Return rows, tokens or channels start .. start + length - 1."""
         if self.store is None:
             return super().narrow(dim, start, length)
-        crops = (
-            dim % self.ndim == self.token_dim and int(start) == 0 and 0 <= length <= self.shape[dim]
-        )
-        if crops and self.store.capacity is None:
-            return self.alias(length)
+        if self.store.capacity is None:
+            first = int(start) + (self.shape[dim] if start < 0 else 0)
+            fits = 0 <= first <= first + length <= self.shape[dim]
+            if fits and dim % self.ndim == self.token_dim and first == 0:
+                return self.alias(length)
+            if fits and dim % self.ndim == 0 and length:
+                return self.rows(range(first, first + length))
         return self.turn_dense("narrow").narrow(dim, start, length)
 
     def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[torch.Tensor, ...]:
-        """Return consecutive pieces; a piece that starts at token 0 stays a handle."""
+        """Return consecutive pieces; rows, and a piece from token 0 on, stay handles."""
         if self.store is None:
             return super().split(split_size, dim)  # type: ignore[no-untyped-call, no-any-return]
         if isinstance(split_size, int):
@@ -96,10 +109,36 @@ class PythonExits(torch.Tensor):
         return self._pieces(split_size, dim)
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
-        """Return `chunks` consecutive pieces; one that starts at token 0 stays a handle."""
+        """Return `chunks` consecutive pieces; see `split`."""
         if self.store is None:
             return super().chunk(chunks, dim)
         return self.split(max(-(-self.shape[dim] // chunks), 1), dim)
+
+    def tensor_split(self, indices_or_sections: Any, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        """Return consecutive pieces of nearly equal lengths, or cut at indices; see `split`."""
+        if self.store is None or isinstance(indices_or_sections, torch.Tensor):
+            return super().tensor_split(indices_or_sections, dim)
+        # PyTorch's own division, of a tensor that takes no memory.
+        like = torch.empty(self.shape, device="meta").tensor_split(indices_or_sections, dim)
+        return self._pieces([piece.shape[dim] for piece in like], dim)
+
+    def expand(self, *sizes: Any) -> torch.Tensor:  # type: ignore[override]
+        """Show the only row several times, on pages; expand all else from the dense tensor."""
+        if self.store is None:
+            return super().expand(*sizes)
+        wanted = sizes if sizes and isinstance(sizes[0], int) else tuple(*sizes)
+        shape = tuple(self.shape)
+        rest = [size in (-1, own) for size, own in zip(wanted[1:], shape[1:], strict=False)]
+        if len(wanted) == len(shape) and all(rest) and self.store.capacity is None:
+            if wanted[0] in (-1, shape[0]):
+                return self.alias()
+            if shape[0] == 1 and wanted[0] > 0:
+                return self.repeated(wanted[0])
+        return self.turn_dense("expand").expand(*sizes)
+
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
+        """Expand to the shape of another tensor."""
+        return self.expand(other.shape)
 
     def repeat_interleave(
         self,
@@ -205,8 +244,14 @@ def _has_tensor(index: Any) -> bool:
     return isinstance(index, tuple) and any(isinstance(i, (torch.Tensor, list)) for i in index)
 
 
-def _crop_length(index: Any, shape: torch.Size, token_dim: int) -> int | None:
-    """Return n if `index` selects the first n tokens and nothing else, else None."""
+def _rows_and_length(index: Any, shape: torch.Size, token_dim: int) -> tuple[range, int] | None:
+    """Return which rows `index` selects, and how many first tokens of them, if it does only that.
+
+    Args:
+        index: What stands between the brackets.
+        shape: Shape of the handle.
+        token_dim: Dimension that counts tokens.
+    """
     items = list(index) if isinstance(index, tuple) else [index]
     if any(item is not Ellipsis and not isinstance(item, slice) for item in items):
         return None
@@ -215,11 +260,17 @@ def _crop_length(index: Any, shape: torch.Size, token_dim: int) -> int | None:
         items[place : place + 1] = [slice(None)] * (len(shape) - len(items) + 1)
     if len(items) > len(shape) or Ellipsis in items:
         return None
-    length = shape[token_dim]
-    for dim, item in enumerate(items):
-        start, stop, step = item.indices(shape[dim])
-        if step != 1 or start != 0 or (dim != token_dim and stop != shape[dim]):
-            return None
-        if dim == token_dim:
-            length = stop
-    return length
+    items += [slice(None)] * (len(shape) - len(items))
+    if any(item.step is not None and item.step < 1 for item in items):
+        return None  # PyTorch's own error
+    parts = [range(size)[item] for item, size in zip(items, shape, strict=True)]
+    whole = all(
+        part == range(size)
+        for dim, (part, size) in enumerate(zip(parts, shape, strict=True))
+        if dim not in (0, token_dim)
+    )
+    tokens = parts[token_dim]
+    # No token or no row at all is nothing to keep in pages, but a crop to nothing is a crop.
+    if not whole or not parts[0] or tokens != range(len(tokens)):
+        return None
+    return parts[0], len(tokens)

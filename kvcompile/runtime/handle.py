@@ -6,14 +6,14 @@ later. A handle of a static store is a buffer: it shows what the store holds now
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from kvcompile.passes.ir.remarks import Remark, emit
-from kvcompile.runtime.dense import DenseCell
+from kvcompile.runtime.dense import DenseCell, RowsCell
 from kvcompile.runtime.errors import HandleWriteError, StaleHandleError
 from kvcompile.runtime.exits import PythonExits
 from kvcompile.runtime.ops import materialize
@@ -150,7 +150,7 @@ class KVTensor(PythonExits):
     @property
     def is_written(self) -> bool:
         """Whether it was written without the store's knowledge: only its dense tensor is right."""
-        cell = self._present_cell()
+        cell = self.present_cell()
         return cell is not None and cell.is_written
 
     def materialize(self) -> torch.Tensor:
@@ -169,7 +169,7 @@ class KVTensor(PythonExits):
         dense = self._present_dense()
         if dense is None:
             return self.store.materialize(self.role, self.tokens, operator)
-        self.store.materializations[operator] += 1
+        self.store.materializations.add(operator)
         return dense
 
     def turn_dense(self, operator: str) -> torch.Tensor:
@@ -178,15 +178,7 @@ class KVTensor(PythonExits):
             return self.read(operator)
         cell = self.shared_cell()
         if cell.dense is None:
-            length = max(
-                handle.tokens
-                for handle in self.store.live_handles()
-                if handle._present_cell() is cell
-            )
-            # An inference tensor has no version counter, which is how writes are noticed.
-            with torch.inference_mode(mode=False):
-                dense = self.store.materialize(self.role, length, operator)
-                cell.fill(dense.clone() if dense.is_inference() else dense)
+            cell.turn_dense(operator)
             _tell(operator)
         present = self._present_dense()
         assert present is not None
@@ -217,7 +209,7 @@ class KVTensor(PythonExits):
     def shared_cell(self) -> DenseCell:
         """Return the cell of the memory this handle stands for, made now if need be."""
         assert self.store is not None
-        cell = self._present_cell()
+        cell = self.present_cell()
         if cell is None:
             cell = DenseCell(self.store, self.role)
             if self.store.capacity is not None:
@@ -235,18 +227,50 @@ class KVTensor(PythonExits):
             handle.cell, handle.anchor = cell, cell.anchor
         return handle
 
+    def rows(self, rows: range, length: int | None = None) -> KVTensor:
+        """Return a fresh handle of some rows of the same memory, cropped to `length` tokens.
+
+        It shares pages until somebody writes to the rows or to the whole; see `RowsCell`.
+        """
+        if rows == range(self.shape[0]):
+            return self.alias(length)
+        chosen = slice(rows.start, rows.stop, rows.step)
+        return self._part(list(rows), lambda whole: whole[chosen], length)
+
+    def repeated(self, count: int) -> KVTensor:
+        """Return a fresh handle that shows its only row `count` times."""
+        return self._part([0] * count, lambda whole: whole.expand(count, -1, -1, -1))
+
+    def _part(
+        self,
+        rows: list[int],
+        view: Callable[[torch.Tensor], torch.Tensor],
+        length: int | None = None,
+    ) -> KVTensor:
+        store = self.store
+        assert store is not None
+        assert store.capacity is None
+        chosen = store.derive(
+            ("slice", *rows), self.role, self.length, lambda: store.select_rows(rows)
+        )
+        handle = KVTensor.of(chosen, self.role, self.length if length is None else length)
+        handle.cell = RowsCell(chosen, self.role, self.shared_cell(), view)
+        handle.anchor = handle.cell.anchor
+        return handle
+
     def rebind(self, store: PagedStore) -> None:
         """Let a static handle stand for the buffer of another store."""
         self.store, self.anchor = store, store.anchors[self.role]
         store.note(self)
 
-    def _present_cell(self) -> DenseCell | None:
+    def present_cell(self) -> DenseCell | None:
+        """Return the cell of the memory this handle stands for, if there is one."""
         if self.store is None or self.store.capacity is None:
             return self.cell
         return self.store.cells.get(self.role)
 
     def _present_dense(self) -> torch.Tensor | None:
-        cell = self._present_cell()
+        cell = self.present_cell()
         if cell is None or cell.dense is None:
             return None
         return cell.first(self.tokens)

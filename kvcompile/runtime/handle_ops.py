@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
@@ -12,13 +12,13 @@ from torch.utils import _pytree as pytree
 from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime.claim import writable_store
 from kvcompile.runtime.errors import HandleWriteError
-from kvcompile.runtime.exits import PythonExits
+from kvcompile.runtime.exits import is_handle
+from kvcompile.runtime.row_ops import index, index_select, join_rows, repeat
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
     from kvcompile.runtime.handle import KVTensor
-    from kvcompile.runtime.store import PagedStore
 
 aten = torch.ops.aten
 Access = Literal["read", "view", "write"]
@@ -32,11 +32,6 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if result is not NotImplemented:
             return result
     return _on_dense(func, args, kwargs)
-
-
-def is_handle(value: Any) -> TypeGuard[KVTensor]:
-    """Whether `value` is a handle."""
-    return isinstance(value, PythonExits)
 
 
 @functools.cache
@@ -99,38 +94,32 @@ def _alias(handle: KVTensor) -> Any:
 def _slice(
     handle: KVTensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> Any:
-    """Crop: only for callers in C++, whose result is an autograd view of the handle."""
+    """Crop or slice rows: for callers in C++, whose result is an autograd view of the handle."""
     if handle.store is None or handle.store.capacity is not None:
         return NotImplemented
-    begin, stop, stride = slice(start, end, step).indices(handle.shape[dim])
-    if dim % handle.ndim != handle.token_dim or begin or stride != 1:
+    part = range(handle.shape[dim])[slice(start, end, step)]
+    if dim % handle.ndim == 0 and part:
+        return handle.rows(part)
+    if dim % handle.ndim != handle.token_dim or part != range(len(part)):
         return NotImplemented
-    return handle.alias(stop)
+    return handle.alias(len(part))
 
 
-def _index_select(handle: KVTensor, dim: int, index: torch.Tensor) -> Any:
-    return _select_rows(handle, index) if dim % handle.ndim == 0 else NotImplemented
-
-
-def _index(handle: KVTensor, indices: Sequence[torch.Tensor | None]) -> Any:
-    first = indices[0] if is_handle(handle) else None
-    if first is None or any(index is not None for index in indices[1:]):
+def _split(handle: KVTensor, size: Any, dim: int = 0) -> Any:
+    """Split rows, or tokens into one that begins at token 0 and others: for callers in C++."""
+    if handle.store is None or handle.store.capacity is not None:
         return NotImplemented
-    if first.dtype == torch.bool:
-        first = first.nonzero()[:, 0] if first.ndim == 1 else None
-    return NotImplemented if first is None or first.ndim != 1 else _select_rows(handle, first)
+    return list(handle.split(size, dim)) if dim % handle.ndim == 0 else NotImplemented
 
 
-def _select_rows(handle: KVTensor, index: torch.Tensor) -> Any:
-    """Beam reordering: the same pages under another block table."""
-    store = handle.store
-    if store is None or handle.is_written or index.ndim != 1:
+def _expand(handle: KVTensor, size: Sequence[int], *, implicit: bool = False) -> Any:
+    """Show the only row several times: for callers in C++."""
+    if handle.store is None or handle.store.capacity is not None or handle.shape[0] != 1:
         return NotImplemented
-    rows = [row + store.batch if row < 0 else row for row in index.tolist()]
-    if any(not 0 <= row < store.batch for row in rows):
-        return NotImplemented  # the dense operator raises PyTorch's own error
-    chosen = store.derive(("rows", *rows), handle.role, lambda: store.select_rows(rows))
-    return handle.of(chosen, handle.role, handle.length)
+    rest = [wanted in (-1, own) for wanted, own in zip(size[1:], handle.shape[1:], strict=False)]
+    if len(size) != handle.ndim or not all(rest) or size[0] < 1:
+        return NotImplemented
+    return handle.repeated(size[0])
 
 
 def _clone(handle: KVTensor, *, memory_format: torch.memory_format | None = None) -> Any:
@@ -141,7 +130,7 @@ def _clone(handle: KVTensor, *, memory_format: torch.memory_format | None = None
         return NotImplemented
     if store.capacity is None:
         return handle.of(store, handle.role, handle.length)
-    return handle.of(store.derive("fork", handle.role, store.fork), handle.role)
+    return handle.of(store.derive("fork", handle.role, 0, store.fork), handle.role)
 
 
 def _to_copy(handle: KVTensor, **options: Any) -> Any:
@@ -162,33 +151,16 @@ def _zero_(handle: KVTensor) -> Any:
 
 
 def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
-    if dim in (0, -4) and all(is_handle(tensor) for tensor in tensors):
-        return _join_rows(tensors)
+    # PyTorch lets an empty tensor of one dimension stand anywhere; caches begin with one.
+    tensors = [tensor for tensor in tensors if tensor.ndim != 1 or tensor.shape[0]]
     past = tensors[0]
+    if len(tensors) == 1 and is_handle(past) and -past.ndim <= dim < past.ndim:
+        return _clone(past)
+    if dim in (0, -4):
+        return join_rows(tensors)
     if len(tensors) != 2 or not is_handle(past) or past.store is None:
         return NotImplemented
     return _append_eagerly(past, tensors[1]) if dim % 4 == past.token_dim else NotImplemented
-
-
-def _join_rows(handles: Sequence[Any]) -> Any:
-    stores: list[PagedStore | None] = [handle.store for handle in handles]
-    first = stores[0]
-    if first is None or any(
-        store is None
-        or handle.is_written
-        or store.capacity != first.capacity
-        or (store.arena, store.layout, store.dtype, store.token_dim)
-        != (first.arena, first.layout, first.dtype, first.token_dim)
-        or store.rotary_table is not first.rotary_table
-        or handle.length != store.k_len
-        or (store.k_len, store.v_len) != (first.k_len, first.v_len)
-        for handle, store in zip(handles, stores, strict=True)
-    ):
-        return NotImplemented
-    others = [store for store in stores[1:] if store is not None]
-    what = ("join", *(store.key for store in others))
-    joined = first.derive(what, handles[0].role, lambda: first.joined(others))
-    return handles[0].of(joined, handles[0].role)
 
 
 def _append_eagerly(past: KVTensor, new: torch.Tensor) -> Any:
@@ -226,8 +198,12 @@ NATIVE: dict[OpOverload, Callable[..., Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
     aten.slice.Tensor: _slice,
-    aten.index_select.default: _index_select,
-    aten.index.Tensor: _index,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.expand.default: _expand,
+    aten.index_select.default: index_select,
+    aten.index.Tensor: index,
+    aten.repeat.default: repeat,
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,
     aten.zero_.default: _zero_,

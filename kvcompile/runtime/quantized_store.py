@@ -133,8 +133,7 @@ class QuantizedStore(PagedStore):
             return None
         if not past_len:  # a static buffer that is filled anew
             return k, v
-        past_k = launch.gather(self, "k", 0, past_len)
-        past_v = launch.gather(self, "v", 0, past_len)
+        past_k, past_v = super().dense_for_chunk(past_len)
         return torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
 
     def dense_for_chunk(self, stored: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,7 +244,7 @@ class QuantizedStore(PagedStore):
         except BaseException:
             self._forget_uncommitted()
             raise
-        self._set_quantized(quantized, self._ring_from)
+        self.set_quantized(quantized, self._ring_from)
         self._set_writable()
 
     def _entry_of(self, token: int, ring_from: int) -> int:
@@ -280,13 +279,13 @@ class QuantizedStore(PagedStore):
             if full != ring_from:
                 count = (full - ring_from) * self.page_size // TILE
                 self.exact.remove(b, self._window.sink_pages, count)
-        self._set_quantized(self._quantized, self._quantized)
+        self.set_quantized(self._quantized, self._quantized)
         self._set_writable()
 
     def _forget_uncommitted(self) -> None:
         """Go back to the pages of the last commit."""
         self._writable = 0
-        self._set_quantized(self._ring_from, self._ring_from)
+        self.set_quantized(self._ring_from, self._ring_from)
         self.pages.cut(self._quantized)
         kept = max(self.k_len, self.v_len)
         needed = zip(self._starts, self._ring_from, strict=True)
@@ -310,7 +309,7 @@ class QuantizedStore(PagedStore):
             entries = window.exact_pages(kept - start, f, size)
             # Where a page is cut, the whole ring behind it goes.
             needed.append(min(entries, window.sink_pages) if f < have else entries)
-        self._set_quantized(full, full)
+        self.set_quantized(full, full)
         self.pages.cut(full)
         self.exact.cut(needed)
         if decoded is not None:
@@ -352,7 +351,8 @@ class QuantizedStore(PagedStore):
         first = min(firsts)
         return first, launch.gather(self, "k", first, kept), launch.gather(self, "v", first, kept)
 
-    def _set_quantized(self, quantized: list[int], ring_from: list[int]) -> None:
+    def set_quantized(self, quantized: list[int], ring_from: list[int]) -> None:
+        """Note the quantized pages of each row, and the page that its ring begins with."""
         self._quantized, self._ring_from = list(quantized), list(ring_from)
         for tensor, numbers in ((self.quantized, quantized), (self.ring_from, ring_from)):
             (ctypes.c_int32 * self.batch).from_address(tensor.data_ptr())[:] = [*numbers]
@@ -368,7 +368,7 @@ class QuantizedStore(PagedStore):
             self.exact.share(b, store.exact.rows[i][:needed])
         self.pages.point_to_slabs()
         self.exact.point_to_slabs()
-        self._set_quantized(full, full)
+        self.set_quantized(full, full)
 
     def _same_rows(self, other: PageRows) -> bool:
         return (

@@ -109,7 +109,8 @@ def memory_report(cache: object) -> MemoryReport:
     """
     handles = list(handles_in(cache))
     stores = list({handle.store.key: handle.store for handle in handles if handle.store}.values())
-    cells = {id(handle.cell): handle.cell for handle in handles if handle.cell is not None}
+    kept = [cell for h in handles if h.cell is not None for cell in h.cell.memory()]
+    cells = {id(cell): cell for cell in kept}
     holdings = [holding for store in stores for holding in store.holdings()]
     arenas = {id(holding.arena): holding.arena for holding in holdings}
     layers = tuple(

@@ -8,16 +8,16 @@ and count virtual left-padding tokens, which own no page: token t of row b lives
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvcompile.runtime import launch
-from kvcompile.runtime.derived import LastDerived
+from kvcompile.runtime.dense import DenseCell, Materializations, dense_of
+from kvcompile.runtime.derived import Derived
 from kvcompile.runtime.device_tables import CountName, DeviceTables, Tables
-from kvcompile.runtime.errors import CacheFullError, CacheGapError, StaleHandleError
+from kvcompile.runtime.errors import CacheFullError, CacheGapError
 from kvcompile.runtime.registry import ROLES, Role, anchor_for, register
 from kvcompile.runtime.rows import Holding, PageRows
 from kvcompile.runtime.store_bytes import StoreBytes
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from kvcompile.codegen.layout import RecordLayout
     from kvcompile.codegen.spec import Compute
     from kvcompile.runtime.arena import Arena
-    from kvcompile.runtime.dense import DenseCell
     from kvcompile.runtime.handle import KVTensor
     from kvcompile.runtime.rope import Rope
     from kvcompile.runtime.step import Step
@@ -97,12 +96,12 @@ class PagedStore(PageRows):
         self.appended = 0
         self._prepared: tuple[int, int] | None = None
         self.claimed = False
-        self.materializations: Counter[str] = Counter()
+        self.materializations = Materializations()
         self.kind = store_kind(layout, num_kv_heads, dtype, capacity is not None, token_dim)
         self._handles: list[weakref.ref[KVTensor]] = []
         self.cells: dict[Role, DenseCell] = {}
         self.epoch = 0
-        self._last_derived = LastDerived()
+        self._derived = Derived()
         self.anchors = {role: anchor_for(self.key, role) for role in ROLES}
 
     def __repr__(self) -> str:
@@ -281,7 +280,9 @@ class PagedStore(PageRows):
         """
         return self._sharing([(store, i) for store in (self, *others) for i in range(store.batch)])
 
-    def derive(self, what: object, role: Role, make: Callable[[], PagedStore]) -> PagedStore:
+    def derive(
+        self, what: object, role: Role, at_least: int, make: Callable[[], PagedStore]
+    ) -> PagedStore:
         """Return the store that `make` makes, the same one for K and then for V.
 
         K and V are selected, cloned or forked one after the other; both must end up in one
@@ -290,9 +291,17 @@ class PagedStore(PageRows):
         Args:
             what: Names what is made.
             role: The role that asks.
+            at_least: Tokens of the role that must be in it.
             make: Makes the store.
         """
-        return self._last_derived.store(what, self.epoch, role, make)
+        return self._derived.store((what, self.epoch), role, at_least, make)
+
+    def take_rows(self, sources: Sequence[tuple[PagedStore, int]], k_len: int, v_len: int) -> None:
+        """Hold the pages of rows (store, number) of others; nothing is stored here before."""
+        self.k_len, self.v_len = k_len, v_len
+        self._share_rows(sources, max(k_len, v_len))
+        for store, _ in sources:
+            store._writable = 0
 
     def note(self, handle: KVTensor) -> None:
         """Remember a handle for as long as it lives."""
@@ -327,22 +336,8 @@ class PagedStore(PageRows):
         Raises:
             StaleHandleError: If fewer than `length` tokens are stored.
         """
-        self.materializations[operator] += 1
-        stored = self.role_length(role)
-        cell = self.cells.get(role)
-        if cell is not None and cell.dense is not None:
-            return cell.dense.clone()
-        if self.capacity is None:
-            wanted = stored if length is None else length
-            if wanted > stored:
-                raise StaleHandleError(
-                    f"{wanted} tokens of {role.upper()} were asked for, but only {stored} are "
-                    "stored: the cache was truncated in the meantime; take a new handle from it"
-                )
-            return self.heads_first(self._gather(role, wanted)).contiguous()
-        dense = torch.zeros(self.shape(role, stored), dtype=self.dtype, device=self.device)
-        self.heads_first(dense)[:, :, :stored] = self._gather(role, stored)
-        return dense
+        self.materializations.add(operator)
+        return dense_of(self, role, length)
 
     def row_counts(self) -> dict[CountName, list[int]]:
         """Return what kernels must know of each row."""
@@ -382,16 +377,7 @@ class PagedStore(PageRows):
             token_dim=self.token_dim,
         )
 
-    def _gather(self, role: Role, length: int) -> torch.Tensor:
-        if not length:
-            shape = (self.batch, self.num_kv_heads, 0, self.layout.head_dim(role))
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
-        return launch.gather(self, role, 0, length)
-
     def _sharing(self, sources: Sequence[tuple[PagedStore, int]]) -> PagedStore:
         result = self.empty_like(len(sources))
-        result.k_len, result.v_len = self.k_len, self.v_len
-        result._share_rows(sources, max(self.k_len, self.v_len))
-        for store, _ in sources:
-            store._writable = 0
+        result.take_rows(sources, self.k_len, self.v_len)
         return result

@@ -51,6 +51,7 @@ REMARK_CODES: dict[str, str] = {
     "KVC504": "a view of a static cache outlives a step",
     "KVC505": "a cut inside a quantized page",
     "KVC506": "decode steps on a GPU that are not recorded",
+    "KVC507": "an operator needed a dense tensor",
 }
 """Titles by code. 0xx backend, 1xx matching, 2xx dataflow, 3xx planning, 4xx rewriting, 5xx
 lowering and run time."""

@@ -208,6 +208,17 @@ class TestDense:
         _ = case.v.flip(2) * 3
         assert case.store.materializations == {"aten.mul": 1, "aten.flip": 1}
 
+    def test_each_operator_is_told_once(self, case: Filled) -> None:
+        remarks.forget_notices()
+        for _ in range(3):
+            _ = case.k * 2 + case.v.flip(2).sum()
+        case.k.materialize()
+        case.k.tolist()
+        case.k.numpy()
+        told = [(remark.code, remark.reason.split()[0]) for remark in remarks.notices()]
+        assert told == [("KVC507", "aten.mul"), ("KVC507", "aten.flip")]
+        assert "memory_report" in remarks.notices()[0].reason
+
     def test_an_append_that_needs_gradients_is_dense(self, case: Filled) -> None:
         new = torch.randn(2, 2, 1, 8, requires_grad=True)
         out = torch.cat([case.k, new], dim=2)

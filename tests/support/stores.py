@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,13 +84,29 @@ class Filled:
     dense_v: torch.Tensor
 
 
-def filled_store(length: int, *, batch: int = 2, capacity: int | None = None) -> Filled:
-    """Return a store of `length` random tokens with its handles."""
-    store = empty_store(batch=batch, capacity=capacity)
+def filled_store(
+    length: int,
+    *,
+    batch: int = 2,
+    capacity: int | None = None,
+    quantized: bool = False,
+    starts: Sequence[int] = (),
+) -> Filled:
+    """Return a store of `length` random tokens with its handles.
+
+    What a quantized one stands for is what its pages decode to.
+    """
+    make = quantized_store if quantized else empty_store
+    store: PagedStore = make(batch=batch, capacity=capacity)
+    if starts:
+        store.set_starts(starts)
     k, v = new_tokens(batch, length)
     if length:
         push(store, k, v)
-    if capacity is not None:
+    if quantized or starts:
+        k, v = store.materialize("k"), store.materialize("v")
+        store.materializations.clear()
+    elif capacity is not None:
         k = torch.cat([k, k.new_zeros(batch, HEADS, capacity - length, DIM_QK)], dim=2)
         v = torch.cat([v, v.new_zeros(batch, HEADS, capacity - length, DIM_VO)], dim=2)
     return Filled(store, KVTensor.of(store, "k"), KVTensor.of(store, "v"), k, v)

@@ -1,0 +1,119 @@
+"""Rows of several caches in one store: pages are shared, or copied from other arenas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvcompile.runtime import launch
+from kvcompile.runtime.registry import Role
+from kvcompile.runtime.store import PagedStore
+from kvcompile.runtime.store_image import describe, numbers_of, page_tables, placed, restore
+
+Part = PagedStore | torch.Tensor
+"""Rows in pages, or dense rows [B, K, T, D]."""
+
+
+def join(parts: Sequence[Part], role: Role, length: int) -> PagedStore | None:
+    """Return a store with the rows of all parts, the same one for K and then for V.
+
+    Dense rows have one role only: the other one is stored when it is joined in its turn, and
+    pages are quantized then.
+
+    Args:
+        parts: At least one store; all of one dtype and device.
+        role: The role that is joined.
+        length: Tokens of each row.
+
+    Returns:
+        None if the parts cannot lie in one store.
+    """
+    stores = [part for part in parts if isinstance(part, PagedStore)]
+    first, has_dense = stores[0], len(stores) < len(parts)
+    if has_dense and first.capacity is not None:
+        return None
+    if not all(_goes_with(store, first, length) for store in stores):
+        return None
+    what = ("join", length, *map(_name, parts))
+    at_least = 0 if has_dense else length
+    joined = first.derive(what, role, at_least, lambda: _joined(parts, first, role, length))
+    if joined.role_length(role) < length:
+        if joined.role_length(_other(role)) != length:  # somebody has gone on with it
+            return _joined(parts, first, role, length)
+        _add_role(joined, parts, role, length)
+    return joined
+
+
+def moved(store: PagedStore, like: PagedStore) -> PagedStore:
+    """Return a copy of a store in the arenas of another one of the same kind."""
+    arenas = [table.arena for table in page_tables(like)]
+    if arenas == [table.arena for table in page_tables(store)]:
+        return store
+    committed = store.fork()
+    numbers = numbers_of(committed)
+    image = describe(committed, numbers)
+    with placed(arenas, [number.content() for number in numbers]) as pages:
+        return restore(image, arenas, pages, like.rotary_table)
+
+
+def _name(part: Part) -> tuple[object, ...]:
+    return (part.key, part.epoch) if isinstance(part, PagedStore) else ("dense", len(part))
+
+
+def _goes_with(store: PagedStore, first: PagedStore, length: int) -> bool:
+    if (store.kind, store.capacity) != (first.kind, first.capacity):
+        return False
+    angles, expected = store.rotary_table, first.rotary_table
+    if angles is not expected:
+        # Equal layouts both have a table, or neither.
+        assert angles is not None
+        assert expected is not None
+        if not torch.equal(angles, expected):
+            return False
+    lengths = store.k_len, store.v_len
+    return min(lengths) >= length if first.capacity is None else lengths == _lengths(first)
+
+
+def _other(role: Role) -> Role:
+    return "v" if role == "k" else "k"
+
+
+def _lengths(store: PagedStore) -> tuple[int, int]:
+    return store.k_len, store.v_len
+
+
+def _joined(parts: Sequence[Part], first: PagedStore, role: Role, length: int) -> PagedStore:
+    sources: list[PagedStore] = []
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            source = first.empty_like(len(part))
+            if length:
+                source.append(part if role == "k" else None, part if role == "v" else None, 0)
+                source.commit(length, role)
+        elif part.capacity is None and max(_lengths(part)) > length:
+            source = part.fork()
+            source.truncate(length)
+        else:
+            source = part
+        sources.append(moved(source, first))
+    joined = sources[0].joined(sources[1:])
+    if any(isinstance(part, torch.Tensor) for part in parts):
+        joined.truncate(0, _other(role))
+    return joined
+
+
+def _add_role(joined: PagedStore, parts: Sequence[Part], role: Role, length: int) -> None:
+    """Store the dense rows of `role`; those of the other one are there, not quantized yet."""
+    rows: list[tuple[PagedStore, int]] = []
+    for part in parts:
+        batch = part.batch if isinstance(part, PagedStore) else len(part)
+        source = joined.select_rows(range(len(rows), len(rows) + batch))
+        if isinstance(part, torch.Tensor):
+            known = launch.gather(source, _other(role), 0, length)
+            source = joined.empty_like(len(part))
+            source.append(*((part, known) if role == "k" else (known, part)), 0)
+            source.commit(length)
+        rows += [(source, i) for i in range(source.batch)]
+    joined.truncate(0)
+    joined.take_rows(rows, length, length)

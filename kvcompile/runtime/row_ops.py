@@ -1,0 +1,83 @@
+"""Operators on the rows of handles: selecting, repeating and joining them on pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvcompile.runtime.exits import is_handle
+from kvcompile.runtime.joining import Part, join
+
+if TYPE_CHECKING:
+    from kvcompile.runtime.handle import KVTensor
+
+
+def index_select(handle: KVTensor, dim: int, index: torch.Tensor) -> Any:
+    """Select rows by number."""
+    if handle.store is None or dim % handle.ndim != 0 or index.ndim != 1:
+        return NotImplemented
+    return _select_rows(handle, index.tolist())
+
+
+def index(handle: KVTensor, indices: Sequence[torch.Tensor | None]) -> Any:
+    """Select rows by number or by a mask."""
+    first = indices[0] if is_handle(handle) and handle.store is not None else None
+    if first is None or any(index is not None for index in indices[1:]) or first.ndim != 1:
+        return NotImplemented
+    if first.dtype == torch.bool:
+        if len(first) != len(handle):
+            return NotImplemented  # the dense operator raises PyTorch's own error
+        first = first.nonzero()[:, 0]
+    return _select_rows(handle, first.tolist())
+
+
+def repeat(handle: KVTensor, repeats: Sequence[int]) -> Any:
+    """Repeat all rows, one after the other."""
+    if (
+        handle.store is None
+        or len(repeats) != handle.ndim
+        or any(count != 1 for count in repeats[1:])
+    ):
+        return NotImplemented
+    return _select_rows(handle, [*range(len(handle))] * repeats[0])
+
+
+def _select_rows(handle: KVTensor, index: list[int]) -> Any:
+    """Beam reordering: the same pages under another block table."""
+    store = handle.store
+    if store is None or handle.is_written:
+        return NotImplemented
+    rows = [row + store.batch if row < 0 else row for row in index]
+    if any(not 0 <= row < store.batch for row in rows):
+        return NotImplemented  # the dense operator raises PyTorch's own error
+    chosen = store.derive(
+        ("rows", *rows), handle.role, handle.length, lambda: store.select_rows(rows)
+    )
+    return handle.of(chosen, handle.role, handle.length)
+
+
+def join_rows(tensors: Sequence[torch.Tensor]) -> Any:
+    """Put rows of several caches behind one another: `cat` along the batch.
+
+    Caches of another arena are copied page by page into that of the first one; a dense tensor is
+    stored there. All have the same shape but for the rows; else PyTorch's own error is due.
+    """
+    first = next(tensor for tensor in tensors if is_handle(tensor))
+    kind = first.shape[1:], first.dtype, first.device
+    if any((t.shape[1:], t.dtype, t.device) != kind or t.requires_grad for t in tensors):
+        return NotImplemented
+    if first.store is None:
+        return NotImplemented
+    role, token_dim = first.role, first.store.token_dim
+    parts: list[Part] = []
+    for tensor in tensors:
+        if not is_handle(tensor):
+            parts.append(tensor.detach().transpose(1, 2) if token_dim == 1 else tensor.detach())
+        elif tensor.store is None or tensor.is_written or tensor.role != role:
+            return NotImplemented
+        else:
+            parts.append(tensor.store)
+    joined = join(parts, role, first.length)
+    return NotImplemented if joined is None else first.of(joined, role, first.length)
