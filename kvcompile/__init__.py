@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from kvcompile.options import CacheOptions as CacheOptions
     from kvcompile.options import OptionError as OptionError
     from kvcompile.passes.ir.remarks import notices as notices
+    from kvcompile.runtime.cache_files import load_cache as load_cache
+    from kvcompile.runtime.cache_files import save_cache as save_cache
     from kvcompile.runtime.report import memory_report as memory_report
 
 __version__ = "0.1.0"
@@ -24,8 +26,10 @@ _PUBLIC = {
     "OptionError": "kvcompile.options",
     "compile": "kvcompile.backend",
     "explain": "kvcompile.explanation",
+    "load_cache": "kvcompile.runtime.cache_files",
     "memory_report": "kvcompile.runtime.report",
     "notices": "kvcompile.passes.ir.remarks",
+    "save_cache": "kvcompile.runtime.cache_files",
 }
 
 __all__ = [
@@ -35,8 +39,10 @@ __all__ = [
     "OptionError",
     "compile",
     "explain",
+    "load_cache",
     "memory_report",
     "notices",
+    "save_cache",
 ]
 
 

@@ -6,7 +6,7 @@ Each gives the dense values, or a named error where an address was asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard, cast
 
 import torch
 
@@ -57,6 +57,11 @@ class PythonExits(torch.Tensor):
 
     def alias(self, length: int | None = None) -> torch.Tensor:
         """Return a fresh handle of the same memory, cropped to `length` tokens."""
+        raise NotImplementedError
+
+    @property
+    def is_written(self) -> bool:
+        """Whether only its dense tensor is right."""
         raise NotImplementedError
 
     def rows(self, rows: range, length: int | None = None) -> torch.Tensor:
@@ -189,8 +194,12 @@ class PythonExits(torch.Tensor):
         return self.snapshot("dlpack").__dlpack__(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the dense tensor: a file must not need the store."""
-        return self.snapshot("pickle").__reduce_ex__(protocol)
+        """Pickle the pages of the store; a handle that was written, as its dense tensor."""
+        if self.is_written or self.store is None:
+            return self.snapshot("pickle").__reduce_ex__(protocol)
+        from kvcompile.runtime.pickling import reduce_handle
+
+        return reduce_handle(cast("KVTensor", self))
 
     def __copy__(self) -> torch.Tensor:
         """Return a handle of the same memory."""
@@ -219,7 +228,8 @@ class PythonExits(torch.Tensor):
 def _refuse(name: str) -> NoReturn:
     raise HandleHasNoStorageError(
         f"{name}() was called on a KV handle, whose data lies in pages and not in one storage; "
-        f"call .materialize() first and use the dense tensor it returns"
+        "call .materialize() first and use the dense tensor it returns. To keep a cache in a "
+        "file, pages and all, use kvcompile.save_cache or torch.save"
     )
 
 

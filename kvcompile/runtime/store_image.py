@@ -6,15 +6,18 @@ this way, and comes back byte for byte: nothing is decoded, and nothing is quant
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
+from kvcompile.codegen.cpu.isa import detect_isa, has_integer_dot
 from kvcompile.codegen.errors import KvcompileError
-from kvcompile.codegen.layout import RecordLayout, Window
+from kvcompile.codegen.formats import Order
+from kvcompile.codegen.layout import RecordLayout, Window, relayout
 from kvcompile.codegen.rotary import Rotary
 from kvcompile.codegen.spec import Compute
 from kvcompile.runtime.arena import Arena
@@ -92,6 +95,25 @@ class StoreImage:
         """Layout of the pages of each table."""
         return [self.layout, *([] if self.layout.window is None else [self.layout.exact])]
 
+    def for_device(self, device: torch.device) -> StoreImage:
+        """Return the image as the kernels of a device read records and multiply them.
+
+        Raises:
+            CacheFileError: They cannot.
+        """
+        order = native_order(device)
+        if order == "gpu16" and self.layout.rotary is not None:
+            raise CacheFileError(
+                "the keys of a saved cache are freed of their bias, which GPU kernels cannot read; "
+                "compile the model that makes the cache with separate_k_bias=False"
+            )
+        compute = self.compute
+        other_kernels = order != self.layout.order
+        lacks_integers = compute == "int8" and not has_integer_dot(detect_isa())
+        if compute is not None and (other_kernels or lacks_integers):
+            compute = "fp32"
+        return replace(self, layout=self.layout.reordered(order), compute=compute)
+
     def check(self) -> None:
         """Check that every row has the pages that its length asks for.
 
@@ -117,6 +139,20 @@ class StoreImage:
             expected = [full, [window.exact_pages(n, f, size) for n, f in rows]]
         if [[len(row) for row in table] for table in self.tables] != expected:
             raise ValueError(f"the pages of {longest} tokens are not there")
+
+
+def native_order(device: torch.device) -> Order:
+    """Return the order of records that the kernels of a device read."""
+    asked = os.environ.get("KVCOMPILE_TARGET") == "gpu"
+    return "gpu16" if device.type != "cpu" or (asked and not torch.cuda.is_available()) else "cpu16"
+
+
+def in_order(pages: torch.Tensor, layout: RecordLayout, order: Order) -> torch.Tensor:
+    """Return pages uint8[pages, page_bytes] whose records lie in another order, bit for bit."""
+    if layout.order == order or not len(pages):
+        return pages
+    records = pages.view(len(pages), -1, layout.record_bytes)
+    return relayout(records, layout, order).view(len(pages), -1)
 
 
 class PageNumbers:

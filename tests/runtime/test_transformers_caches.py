@@ -53,6 +53,7 @@ STEPS: dict[str, Callable[[Cache], object]] = {
     "crop to one page": lambda cache: cache.crop(-(cache.get_seq_length() - 16)),
     "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 1])),
     "repeat": lambda cache: cache.batch_repeat_interleave(3),
+    "offload": lambda cache: [layer.offload() or layer.prefetch() for layer in cache.layers],
     "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
 }
 
