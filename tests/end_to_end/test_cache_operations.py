@@ -132,13 +132,42 @@ def reorder(run: Run, model: PreTrainedModel) -> list[torch.Tensor]:
     return steps
 
 
+def rows(run: Run, model: PreTrainedModel) -> list[torch.Tensor]:
+    """Slice the rows of one cache, join them with those of another, and show one row twice."""
+    steps = []
+    cache, other = (DynamicCache(config=model.config) for _ in range(2))
+    steps.append(feed(run, cache, prompt(40, batch=3)))
+    steps.append(feed(run, other, prompt(40, batch=1, seed=3)))
+    edit(cache, lambda x: x[1:])
+    steps.append(feed(run, cache, prompt(1, batch=2, seed=1)))
+    edit(other, lambda x: x.expand(2, -1, -1, -1))
+    steps.append(feed(run, other, prompt(1, batch=2, seed=2)))
+    for layer, more in zip(cache.layers, other.layers, strict=True):
+        layer.keys = torch.cat([layer.keys, more.keys])  # type: ignore[union-attr, list-item]
+        layer.values = torch.cat([layer.values, more.values])  # type: ignore[union-attr, list-item]
+    steps.append(feed(run, cache, prompt(1, batch=4, seed=4)))
+    report = kvcompile.memory_report(cache)
+    assert not report.materializations
+    assert not report.dense
+    assert run is model or report.stored == exact_bytes(model, 4 * 42)
+    return steps
+
+
+def edit(cache: DynamicCache, change: Callable[[Any], Any]) -> None:
+    """Change K and V of every layer."""
+    for layer in cache.layers:
+        layer.keys, layer.values = change(layer.keys), change(layer.values)  # type: ignore[union-attr]
+
+
 def turns(run: Run, model: PreTrainedModel) -> list[torch.Tensor]:
     """Three turns of a conversation, of many tokens each."""
     cache = DynamicCache(config=model.config)
     return [feed(run, cache, prompt(n, seed=n)) for n in (40, 1, 30, 1, 17, 1, 16, 1)]
 
 
-@pytest.mark.parametrize("scenario", [crop, fork, repeat, reorder, turns], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "scenario", [crop, fork, repeat, reorder, rows, turns], ids=lambda f: f.__name__
+)
 def test_operation(scenario: Callable[[Run, PreTrainedModel], list[torch.Tensor]]) -> None:
     model = tiny_llama()
     expected = scenario(model, model)
