@@ -129,13 +129,17 @@ class StoreImage:
             raise ValueError(f"{self.num_kv_heads} heads of {self.dtype}")
         if min(self.k_len, self.v_len, *self.starts) < 0 or max(0, *self.starts) > longest:
             raise ValueError(f"rows of {self.k_len} and {self.v_len} tokens begin at {self.starts}")
+        if self.compute not in (None, "fp32", "fp16", "int8"):
+            raise ValueError(f"compute {self.compute}")
         if self.capacity is not None and longest > self.capacity:
             raise ValueError(f"{longest} tokens in a buffer of {self.capacity}")
         stored = [longest - start for start in self.starts]
         expected = [[-(-tokens // size) for tokens in stored]]
         if window is not None:
             full = list(self.quantized or [])
-            rows = zip(stored, full, strict=True)
+            rows = list(zip(stored, full, strict=True))
+            if any(f > max(n - window.num_sink_tokens, 0) // size for n, f in rows):
+                raise ValueError(f"{full} quantized pages in rows of {stored} tokens")
             expected = [full, [window.exact_pages(n, f, size) for n, f in rows]]
         if [[len(row) for row in table] for table in self.tables] != expected:
             raise ValueError(f"the pages of {longest} tokens are not there")
@@ -253,8 +257,14 @@ def restore(
     Raises:
         CacheFileError: There is no page of a number, or no angles.
     """
-    if (image.layout.rotary is None) != (rotary_table is None):
-        raise CacheFileError("a saved cache and its angles of rotary embedding do not go together")
+    rotary = image.layout.rotary
+    words = None if rotary is None else rotary.table_words(image.layout.page_size)
+    found = None if rotary_table is None else rotary_table.numel()
+    if words != found or (rotary_table is not None and rotary_table.dtype != torch.float32):
+        raise CacheFileError(
+            f"a saved cache has {found} angles of rotary embedding, where its layout asks for "
+            f"{words}; the file is damaged"
+        )
     store = _empty(image, arenas, rotary_table)
     store.compute = image.compute
     store.set_starts(image.starts)

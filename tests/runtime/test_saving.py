@@ -17,7 +17,7 @@ import kvcompile
 from kvcompile.runtime.claim import claim
 from kvcompile.runtime.errors import CacheFileError
 from kvcompile.runtime.handle import KVTensor
-from kvcompile.runtime.pickling import rebuild_handle, rebuild_store
+from kvcompile.runtime.pickling import rebuild_arenas, rebuild_handle, rebuild_store
 from kvcompile.runtime.report import memory_report
 from kvcompile.runtime.store import PagedStore
 from kvcompile.runtime.store_image import describe, numbers_of, page_tables
@@ -165,6 +165,8 @@ class TestDamage:
             lambda about: about["layers"][0][0].update(store=7),
             lambda about: about["stores"][0]["image"].update(k_len=2),
             lambda about: about["stores"][0]["image"].update(num_kv_heads=3),
+            lambda about: about["stores"][0]["image"].update(compute="fp2"),
+            lambda about: about["stores"][0]["image"].update(starts=[0, 50]),
             lambda about: about["stores"][0]["image"]["layout"].update(k_format="int5"),
             lambda about: about["stores"][0]["image"]["layout"].update(more=1),
             lambda about: about["stores"][0]["image"]["tables"][0][0].__setitem__(0, 400),
@@ -191,6 +193,8 @@ class TestDamage:
             rebuild_store(fields, [page[:, :-1] for page in pages], [], None)
         with pytest.raises(CacheFileError, match="cannot be read"):
             rebuild_store(fields | {"starts": [0, "a"]}, pages, [], None)
+        with pytest.raises(CacheFileError, match="angles"):
+            rebuild_store(fields, pages, [rebuild_arenas() for _ in pages], torch.ones(3))
         with pytest.raises(CacheFileError, match="names no store"):
             rebuild_handle(None, "k", 3)
 
