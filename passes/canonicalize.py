@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from kvcompile.passes.ir.stage import Stage
+from kvcompile.passes.spell_writes import spell_writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -107,8 +108,9 @@ class Canonicalize:
             node.meta.pop("tensor_meta", None)
         retraced.graph.eliminate_dead_code(is_impure)
         _refuse_fake_constants(retraced)
-        retraced.recompile()
         program.module = retraced
+        spell_writes(program)
+        retraced.recompile()
 
 
 def _refuse_fake_constants(module: fx.GraphModule) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +25,7 @@ from kvcompile.passes.patterns.layout import (
     value,
     writer,
 )
+from kvcompile.passes.patterns.token_writes import is_write, token_write
 
 if TYPE_CHECKING:
     from kvcompile.passes.ir.program import Program
@@ -102,10 +103,11 @@ def _stream(program: Program, site: AttentionSite) -> CacheStream | Missed:
 
 @dataclass(frozen=True, eq=False)
 class _Path:
-    """Where walking back from K or V ended, and how its dimensions were permuted on the way."""
+    """Where walking back from K or V ended, how its dimensions were permuted, and what was cut."""
 
     node: fx.Node
     swapped: bool
+    prefix: fx.Node | None = None
 
 
 def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Missed:
@@ -123,14 +125,16 @@ def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Miss
                 kind = "fresh"
             if kind in ("fresh", "cat", "fresh_index_copy") and not positions:
                 return _not_cached(program, what, node)
-            return StateUpdate(kind, node, new, past, position, token_dim, positions)
+            return StateUpdate(
+                kind, node, new, past, position, token_dim, positions, prefix=path.prefix
+            )
         if fresh is None and _positions(outputs, node):
             fresh = path
-        if is_call(peel(node), aten.index_copy_.default, aten.index_copy.default):
+        if is_write(peel(node)):
             return Missed(
                 "KVC209",
                 f"the {what} are written into a buffer that is neither an input nor made of zeros, "
-                "or along another dimension than their tokens",
+                "or not token by token in all rows",
                 node,
             )
         before = _before(path)
@@ -141,9 +145,25 @@ def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Miss
         dim = 1 if fresh.swapped else 2
         positions = _positions(outputs, fresh.node)
         return StateUpdate("fresh", fresh.node, fresh.node, None, None, dim, positions)
+    if (written := _written_elsewise(path.node)) is not None:
+        return Missed(
+            "KVC209",
+            f"the {what} are read from a buffer that is written otherwise than token by token in "
+            "all of its rows",
+            written,
+            hint="buffers made for the very batch that is run, whole tokens written one behind the "
+            "other, can lie in pages",
+        )
     if path.node.op == "placeholder":
         return Missed("KVC202", f"the {what} are an input that the graph only reads", path.node)
     return _not_cached(program, what, path.node)
+
+
+def _written_elsewise(node: fx.Node) -> fx.Node | None:
+    """Return what writes to a view of the input that a node is a view of, or None."""
+    while is_call(node, aten.slice.Tensor, aten.narrow.default, aten.transpose.int):
+        node = the_node(node.args[0])
+    return writer(node) if node.op == "placeholder" else None
 
 
 def _not_cached(program: Program, what: str, node: fx.Node) -> Missed:
@@ -213,21 +233,20 @@ def _before(path: _Path) -> _Path | None:
     node = path.node
     peeled = peel(node)
     if peeled is not node:
-        return _Path(the_node(node.args[0]), path.swapped)
+        return replace(path, node=the_node(node.args[0]))
     if is_call(node, aten.transpose.int):
         if {the_dim(node, 1), the_dim(node, 2)} == {1, 2}:
-            return _Path(the_node(node.args[0]), not path.swapped)
+            return replace(path, node=the_node(node.args[0]), swapped=not path.swapped)
         return None
     if is_call(node, aten.permute.default) and node.args[1] == [0, 2, 1, 3]:
-        return _Path(the_node(node.args[0]), not path.swapped)
-    # transformers slices a static buffer to the prompt when it can drop the mask.
+        return replace(path, node=the_node(node.args[0]), swapped=not path.swapped)
+    # Who knows how far a static buffer is filled reads no more of it, and needs no mask for that.
     if is_prefix_slice(node, 1 if path.swapped else 2):
         inner = the_node(node.args[0])
-        if is_call(peel(inner), aten.index_copy_.default, aten.index_copy.default):
-            return _Path(inner, path.swapped)
-        return None
+        cut = replace(path, node=inner, prefix=path.prefix or node)
+        return cut if is_write(peel(inner)) else None
     stripped = strip_repeat_kv(node)
-    return _Path(stripped, path.swapped) if stripped is not node else None
+    return replace(path, node=stripped) if stripped is not node else None
 
 
 _Found = tuple[UpdateKind, fx.Node, fx.Node | None, fx.Node | None]
@@ -254,20 +273,17 @@ def _cat(path: _Path) -> _Found | None:
 
 
 def _index_copy(path: _Path) -> _Found | None:
-    """Match `buffer.index_copy_(token_dim, position, new)`."""
-    node = path.node
-    if not is_call(node, aten.index_copy_.default, aten.index_copy.default):
+    """Match tokens written into a buffer at positions."""
+    write = token_write(path.node)
+    if write is None or write.dim != (1 if path.swapped else 2):
         return None
-    buffer, _, position, new = node.args
-    if node.meta["val"].dim() != 4 or the_dim(node, 1) != (1 if path.swapped else 2):
-        return None
-    buffer = peel(the_node(buffer))
+    buffer = write.buffer
     if buffer.op == "placeholder":
-        return ("index_copy", the_node(new), buffer, the_node(position))
+        return ("index_copy", write.new, buffer, write.position)
     if is_call(buffer, aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default) or (
         is_call(buffer, aten.full.default) and number(buffer.args[1]) == 0.0
     ):
-        return ("fresh_index_copy", the_node(new), None, the_node(position))
+        return ("fresh_index_copy", write.new, None, write.position)
     return None
 
 

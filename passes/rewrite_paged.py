@@ -21,8 +21,6 @@ from kvcompile.passes.patterns.counter import position_source
 from kvcompile.passes.patterns.layout import (
     fixed,
     is_call,
-    is_prefix_slice,
-    peel,
     same_size,
     the_node,
     value,
@@ -67,8 +65,8 @@ class RewritePaged:
 def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Missed | None:
     """Rewrite one site; return why not if it cannot be."""
     fresh_static = stream.k.kind == "fresh_index_copy"
-    sees_all = site.mask_kind == "none" and not _reads_only_new(site, stream)
-    if sees_all and stream.is_static:
+    knows_end = stream.k.prefix is not None if stream.has_past else _reads_only_new(stream)
+    if stream.is_static and site.mask_kind == "none" and not knows_end:
         return Missed(
             "KVC401",
             "without a mask the attention sees the unwritten part of the static buffer",
@@ -81,12 +79,15 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
             "KVC405",
             "the static buffers are dense: they were filled outside a compiled prefill",
             pasts[0],
-            hint="let kvcompile compile the prefill too: torch.compile(model).generate(...)",
+            hint="call kvcompile.adopt(model) if they are buffers of a module; else let kvcompile "
+            "compile the prefill too: torch.compile(model).generate(...)",
         )
     if (misfit := _mask_misfit(site, stream)) is not None:
         return misfit
     if _size_source(program.placeholders, site.q.meta["val"].shape[0]) is None:
         return Missed("KVC404", "no input carries the batch size", site.q)
+    if stream.is_static and stream.has_past and _tokens_seen(program, stream) is None:
+        return Missed("KVC402", "no input carries how far the static buffer is read", site.k)
     if stream.is_static and _capacity(program.placeholders, stream) is None:
         return Missed("KVC208", "no input carries the length of the static buffer", site.k)
     past_len = _past_length(program, stream)
@@ -147,7 +148,7 @@ def _append_attend(
     new_len = _size(program, stream.k.new, stream.k.token_dim)
     kv_len: fx.node.Argument
     if stream.is_static:
-        kv_len = _size(program, the_node(stream.k.past), stream.k.token_dim)
+        kv_len = _tokens_seen(program, stream)
     elif isinstance(past_len, int) and isinstance(new_len, int):
         kv_len = past_len + new_len
     else:
@@ -172,28 +173,35 @@ def _attend_new(
 
 def _mask_misfit(site: AttentionSite, stream: CacheStream) -> Missed | None:
     """Refuse a mask whose columns are not the tokens that the attention would see."""
-    mask, state = value(site.mask), value(stream.k.state)
+    seen = site.k if stream.has_past else stream.k.state
+    mask, state = value(site.mask), value(seen)
     if mask is None or state is None:
         return None
-    columns, tokens = mask.shape[-1], state.shape[stream.k.token_dim]
+    columns, tokens = mask.shape[-1], state.shape[2 if stream.has_past else stream.k.token_dim]
     if same_size(columns, tokens) or (same_size(columns, 1) and not stream.is_static):
         return None
     return Missed("KVC403", f"the mask has {columns} columns for {tokens} cached tokens", site.mask)
 
 
-def _reads_only_new(site: AttentionSite, stream: CacheStream) -> bool:
-    """Whether the attention sees a slice of the buffer as long as the new tokens."""
-    if stream.has_past:
+def _reads_only_new(stream: CacheStream) -> bool:
+    """Whether the attention sees a slice of a new buffer as long as the new tokens."""
+    prefix, new = stream.k.prefix, value(stream.k.new)
+    if prefix is None or new is None:
         return False
-    node = site.k
-    while not is_prefix_slice(node, 2):
-        before = peel(node)
-        if before is node:
-            return False
-        node = before
-    end = node.args[3] if len(node.args) > 3 else None
-    new = value(stream.k.new)
-    return new is not None and isinstance(end, int) and end == new.shape[stream.k.token_dim]
+    end = prefix.args[3] if len(prefix.args) > 3 else None
+    return isinstance(end, int) and end == new.shape[stream.k.token_dim]
+
+
+def _tokens_seen(program: Program, stream: CacheStream) -> fx.node.Argument:
+    """Return how many tokens of a static buffer the attention reads, or None if nothing tells."""
+    prefix = stream.k.prefix
+    if prefix is None:
+        return _size(program, the_node(stream.k.past), stream.k.token_dim)
+    size = prefix.meta["val"].shape[stream.k.token_dim]
+    end = prefix.args[3] if len(prefix.args) > 3 else None
+    if (number := fixed(size)) is not None:
+        return number
+    return end if isinstance(end, fx.Node) and same_size(end.meta["val"], size) else None
 
 
 def _heads_first(update: StateUpdate) -> fx.Node:
@@ -295,7 +303,10 @@ def _state_binding(
         capacity=_capacity(captured, stream) if stream.is_static else None,
         batch=batch,
         frequencies=None if frequencies is None else position[frequencies],
-        position=None if written is None else position_source(captured, written),
+        # A recorded step looks at all that is stored: one that may look at less is not recorded.
+        position=None
+        if written is None or stream.k.prefix is not None
+        else position_source(captured, written),
     )
 
 

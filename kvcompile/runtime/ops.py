@@ -142,7 +142,8 @@ def _append_attend(  # noqa: PLR0913 - the schema
         mask: None, bool or additive, [B or 1, H or 1, S', kv_len].
         is_causal: PyTorch's flag: query s sees tokens 0 .. s.
         scale: Factor on the scores.
-        kv_len: Columns of the mask; the capacity of a static cache.
+        kv_len: Tokens that the attention looks at, and columns of the mask; as a rule the capacity
+            of a static cache.
         cos: [B or 1, 1, S, R], what the first R channels of q and k turn by, if they come
             unrotated; S' is S then.
         sin: The same.
@@ -165,8 +166,8 @@ def _append_attend(  # noqa: PLR0913 - the schema
         _hand_back(store, state)
     stored = past_len + new_len
     if position is not None:
-        # A static buffer shows its later tokens too, as far as the mask lets it.
-        stored = max(stored, store.length)
+        # A static buffer shows its later tokens too, as far as it is read and the mask lets it.
+        stored = min(max(stored, store.length), kv_len)
     if not queries or not stored:
         batch, heads = q.shape[:2]
         return q.new_zeros(batch, queries, heads, store.layout.head_dim_vo).transpose(1, 2)

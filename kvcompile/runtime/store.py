@@ -172,8 +172,8 @@ class PagedStore(PageRows):
         end = past_len + new_len
         if self.capacity is not None and end > self.capacity:
             raise CacheFullError(
-                f"{end} tokens do not fit into a static cache of {self.capacity}; make it with a "
-                f"larger max_cache_len (at least {end})"
+                f"{end} tokens do not fit into a static cache of {self.capacity}; make its buffers "
+                f"longer (at least {end}: max_cache_len of a StaticCache)"
             )
         longest = max(self.k_len, self.v_len) if role is None else stored
         if past_len < longest and not self.keeps_later_tokens:

@@ -25,6 +25,8 @@ class StateUpdate:
         position: Positions `[S]` the new tokens are written to, or None.
         token_dim: Dimension of the state that grows: 2 in `[B, K, T, D]`, 1 in `[B, T, K, D]`.
         outputs: Positions among the graph's outputs that hold the state.
+        prefix: The slice of a static buffer from its first token on that the attention reads, or
+            None if it reads the whole state.
     """
 
     kind: UpdateKind
@@ -34,6 +36,7 @@ class StateUpdate:
     position: fx.Node | None
     token_dim: int
     outputs: tuple[int, ...]
+    prefix: fx.Node | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -168,6 +168,18 @@ def test_a_static_cache_is_written_like_a_dense_buffer() -> None:
         assert torch.equal(case.k, case.dense_k)
 
 
+def test_a_static_cache_is_read_as_far_as_is_asked_for() -> None:
+    store = empty_store(capacity=40)
+    k, v = new_tokens(2, 30)
+    ops.append(k, v, store.state, 0, torch.arange(30), None)
+    store.commit(30)
+    (k[:, :, 9:10], v[:, :, 9:10]), q = new_tokens(2, 1), queries(2, 1)
+    new = k[:, :, 9:10], v[:, :, 9:10]
+    position = torch.tensor([9])
+    out = ops.append_attend(q, *new, store.state, 0, position, None, False, SCALE, 10)
+    torch.testing.assert_close(out, attention(q, k[:, :, :10], v[:, :, :10]))
+
+
 def test_a_static_gap_is_an_error() -> None:
     case = filled_store(PAGE, capacity=50)
     state = case.store.state
