@@ -28,6 +28,18 @@ aten = torch.ops.aten
 
 Size = int | fx.Node
 
+_RANGES = (aten.slice.Tensor, aten.narrow.default)
+_ALIASES = (
+    *_RANGES,
+    aten.alias.default,
+    aten.detach.default,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+)
+"""Operators that give the tensor itself if they change nothing about it."""
+
 
 def spell_writes(program: Program) -> None:
     """Turn `buffer[:, :, start : start + S] = new` into `index_copy_` at start, start + 1, ...
@@ -40,33 +52,52 @@ def spell_writes(program: Program) -> None:
         tensor = value(buffer)
         if tensor is None or tensor.dim() != 4 or not tensor.is_floating_point():
             continue
-        for copy in list(_range_copies(buffer)):
-            _respell(program.graph, copy, positions)
+        names = list(_names(buffer))
+        for copy in _range_copies(names):
+            written = _respell(program.graph, copy, positions)
+            if written is None:
+                continue
+            later = _behind(written)
+            for name in names:
+                name.replace_all_uses_with(written, delete_user_cb=later.__contains__)
+            names.append(written)
 
 
-def _range_copies(buffer: fx.Node) -> Iterator[fx.Node]:
-    """Yield the copies into a range of a buffer, in the order of the graph."""
-    for view in buffer.users:
-        if not is_call(view, aten.slice.Tensor, aten.narrow.default):
-            continue
-        if peel(view) is peel(buffer):  # all rows of it: buffer[:batch, start:end]
-            yield from _range_copies(view)
-        if len(view.users) != 1:
-            continue
-        copy = next(iter(view.users))
-        if is_call(copy, aten.copy_.default) and copy.args[0] is view and not copy.users:
-            yield copy
+def _names(buffer: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes that are the whole buffer itself, under whatever name."""
+    yield buffer
+    for user in buffer.users:
+        if is_call(user, *_ALIASES) and peel(user) is peel(buffer) and not _copies(user):
+            yield from _names(user)
 
 
-def _respell(graph: fx.Graph, copy: fx.Node, positions: dict[object, fx.Node]) -> None:
+def _copies(cast: fx.Node) -> bool:
+    """Whether a cast makes a copy although it changes nothing."""
+    assert isinstance(cast.target, torch._ops.OpOverload)
+    given = zip(cast.target._schema.arguments, cast.args, strict=False)
+    return bool(cast.kwargs.get("copy")) or any(a.name == "copy" and arg for a, arg in given)
+
+
+def _range_copies(names: list[fx.Node]) -> list[fx.Node]:
+    """Return the copies into a range of a buffer, in the order of the graph for each name."""
+    found = []
+    for view in [user for name in names for user in name.users]:
+        if is_call(view, *_RANGES) and len(view.users) == 1:
+            copy = next(iter(view.users))
+            if is_call(copy, aten.copy_.default) and copy.args[0] is view and not copy.users:
+                found.append(copy)
+    return found
+
+
+def _respell(graph: fx.Graph, copy: fx.Node, positions: dict[object, fx.Node]) -> fx.Node | None:
+    """Replace a copy into a range, and return what does the same; None if it is left alone."""
     view, new = the_node(copy.args[0]), the_node(copy.args[1])
-    buffer = peel(the_node(view.args[0]))
-    target, tokens = value(view), value(new)
+    buffer, target, tokens = the_node(view.args[0]), value(view), value(new)
     dim, start = the_dim(view, 1), _start(view, value(buffer))
     if start is None or target is None or tokens is None or dim not in (1, 2):
-        return
+        return None
     if tokens.dtype != target.dtype or not same_shape(tokens, target):
-        return
+        return None
     key = (start, str(target.shape[dim]), target.device)
     with graph.inserting_before(copy):
         if key not in positions:
@@ -74,10 +105,9 @@ def _respell(graph: fx.Graph, copy: fx.Node, positions: dict[object, fx.Node]) -
         where = (buffer, dim, positions[key], new)
         written = graph.call_function(aten.index_copy_.default, where)
     written.meta = {**copy.meta, "val": buffer.meta["val"]}
-    later = _behind(copy)
-    buffer.replace_all_uses_with(written, delete_user_cb=lambda user: user in later)
     graph.erase_node(copy)
     graph.erase_node(view)
+    return written
 
 
 def _start(view: fx.Node, buffer: torch.Tensor | None) -> Size | None:

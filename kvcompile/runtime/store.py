@@ -163,17 +163,17 @@ class PagedStore(PageRows):
         if past_len == self.k_len == self.v_len and past_len + new_len <= self._writable:
             return
         stored = self.length if role is None else self.role_length(role)
-        if past_len > stored:
-            raise CacheGapError(
-                f"tokens at position {past_len} were to be appended to a cache of {stored} tokens; "
-                f"positions must follow one another: start at {stored}, or at an earlier position "
-                "to overwrite"
-            )
         end = past_len + new_len
         if self.capacity is not None and end > self.capacity:
             raise CacheFullError(
                 f"{end} tokens do not fit into a static cache of {self.capacity}; make its buffers "
                 f"longer (at least {end}: max_cache_len of a StaticCache)"
+            )
+        if past_len > stored:
+            raise CacheGapError(
+                f"tokens at position {past_len} were to be appended to a cache of {stored} tokens; "
+                f"positions must follow one another: start at {stored}, or at an earlier position "
+                "to overwrite"
             )
         longest = max(self.k_len, self.v_len) if role is None else stored
         if past_len < longest and not self.keeps_later_tokens:

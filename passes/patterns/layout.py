@@ -10,6 +10,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
 
+_CASTS = (
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten._to_copy.default,
+)
+
 
 def value(node: fx.node.Argument) -> torch.Tensor | None:
     """Return the fake tensor a node stands for, or None."""
@@ -87,7 +95,7 @@ def _identity(node: fx.Node) -> fx.Node | None:
         aten.lift_fresh_copy.default,
     ):
         return source
-    if is_call(node, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default):
+    if is_call(node, *_CASTS):
         return source if mine.dtype == its.dtype and mine.device == its.device else None
     if is_call(node, aten.dropout.default):
         rate, train = node.args[1], node.args[2]
