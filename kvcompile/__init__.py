@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvcompile.adoption import adopt as adopt
     from kvcompile.backend import compile as compile
     from kvcompile.codegen.errors import KvcompileError as KvcompileError
     from kvcompile.explanation import Explanation as Explanation
@@ -24,6 +25,7 @@ _PUBLIC = {
     "Explanation": "kvcompile.explanation",
     "KvcompileError": "kvcompile.codegen.errors",
     "OptionError": "kvcompile.options",
+    "adopt": "kvcompile.adoption",
     "compile": "kvcompile.backend",
     "explain": "kvcompile.explanation",
     "load_cache": "kvcompile.runtime.cache_files",
@@ -37,6 +39,7 @@ __all__ = [
     "Explanation",
     "KvcompileError",
     "OptionError",
+    "adopt",
     "compile",
     "explain",
     "load_cache",

@@ -8,7 +8,7 @@ import torch
 
 from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime.errors import CacheGapError, CacheInUseError, StaleHandleError
-from kvcompile.runtime.registry import ROLES, Role
+from kvcompile.runtime.registry import Role
 
 if TYPE_CHECKING:
     from kvcompile.runtime.handle import KVTensor
@@ -127,24 +127,35 @@ def _needed_beyond(
 
 def _store_anew(k: KVTensor, v: KVTensor) -> PagedStore:
     """Store the dense values of both handles in a fresh store, or in place if static."""
-    dense = {"k": k.read("store anew"), "v": v.read("store anew")}
+    dense_k, dense_v = k.read("store anew"), v.read("store anew")
     store = _store_of(k)
     if store.capacity is None:
-        length, target = k.length, store.empty_like()
-    else:
-        # Zeros at the end are what a static store shows for tokens that it does not hold.
-        filled = [_last_nonzero(store.heads_first(tensor)) for tensor in dense.values()]
-        length = max(store.length, *filled)
-        target = store
-        target.truncate(0)
-        target.cells.clear()
-        if v.store is not target:
-            v.rebind(target)
+        target = store.empty_like()
+        append_dense(target, dense_k, dense_v, k.length)
+        return target
+    stored = store.length
+    store.truncate(0)
+    store.cells.clear()
+    if v.store is not store:
+        v.rebind(store)
+    append_dense(store, dense_k, dense_v, max(stored, filled(store, dense_k, dense_v)))
+    return store
+
+
+def append_dense(store: PagedStore, k: torch.Tensor, v: torch.Tensor, length: int) -> None:
+    """Store the first `length` tokens of a dense K and V, laid out like the store's handles."""
     if length:
-        new_k, new_v = (store.heads_first(dense[role])[:, :, :length] for role in ROLES)
-        target.append(new_k, new_v, 0)
-        target.commit(length)
-    return target
+        new_k, new_v = (store.heads_first(dense)[:, :, :length] for dense in (k, v))
+        store.append(new_k, new_v, 0)
+        store.commit(length)
+
+
+def filled(store: PagedStore, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Return the tokens of a dense K and V up to the last one that is not all zeros.
+
+    Zeros at the end are what a static store shows for tokens that it does not hold.
+    """
+    return max(_last_nonzero(store.heads_first(dense)) for dense in (k, v))
 
 
 def _last_nonzero(dense: torch.Tensor) -> int:

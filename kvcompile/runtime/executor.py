@@ -17,10 +17,10 @@ from kvcompile.codegen.rotary import rotary_table
 from kvcompile.passes.ir.plan import StreamPlan
 from kvcompile.passes.ir.program import Program, SizeSource, StateBinding
 from kvcompile.passes.patterns.layout import writer
+from kvcompile.runtime.adopted import Moves
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.as_written import INPUT, dense_input
-from kvcompile.runtime.claim import claim
-from kvcompile.runtime.errors import CacheKindError
+from kvcompile.runtime.claim import append_dense, claim, filled
 from kvcompile.runtime.gpu_steps import gpu_steps_of
 from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.quantized_store import QuantizedStore
@@ -88,6 +88,7 @@ class Executor:
                     store = self._store(state, plan, kind, args, shared)
                     store.claimed, store.appended = True, store.length
                     stores.append(store)
+                shared.moves.make()
             except BaseException:
                 for store in stores:
                     store.claimed = False
@@ -131,19 +132,15 @@ class Executor:
         if state.k_input is None or state.v_input is None:
             return self._new_store(state, plan, args, shared)
         k, v = args[state.k_input], args[state.v_input]
-        if isinstance(k, KVTensor) and isinstance(v, KVTensor):
-            if _is_of(kind, k.store) and (v.store is k.store or _is_of(kind, v.store)):
-                return claim(k, v)
-            if state.capacity is not None:
-                raise CacheKindError(
-                    f"{k!r} was given where the graph writes into a static buffer; give it the "
-                    "cache that this model's own prefill has made"
-                )
-        k, v = (t.read(INPUT) if isinstance(t, KVTensor) else t for t in (k, v))
+        handles = isinstance(k, KVTensor) and isinstance(v, KVTensor)
+        if handles and _is_of(kind, k.store) and (v.store is k.store or _is_of(kind, v.store)):
+            return claim(k, v)
         store = self._new_store(state, plan, args, shared)
-        if k.shape[state.token_dim]:
-            store.append(store.heads_first(k), store.heads_first(v), 0)
-            store.commit(store.appended)
+        is_static = state.capacity is not None
+        if is_static:
+            shared.moves.add((k, v), store)
+        k, v = (t.read(INPUT) if isinstance(t, KVTensor) else t for t in (k, v))
+        append_dense(store, k, v, filled(store, k, v) if is_static else k.shape[state.token_dim])
         return store
 
     def _new_store(
@@ -188,13 +185,18 @@ def _arena_users(plans: Sequence[StreamPlan]) -> Counter[tuple[int, torch.device
 
 
 class _Shared:
-    """What the new stores of one call share: arenas by page size, and tables of rotary angles."""
+    """What the new stores of one call share: arenas by page size, and tables of rotary angles.
+
+    Attributes:
+        moves: The handles that are to stand for new stores from now on.
+    """
 
     def __init__(self, users: Counter[tuple[int, torch.device]], args: Sequence[Any]) -> None:
         self._users = users
         self._args = args
         self._arenas: dict[tuple[int, torch.device], Arena] = {}
         self._angles: dict[tuple[int, int], torch.Tensor] = {}
+        self.moves = Moves()
 
     def arena(self, page_bytes: int, device: torch.device) -> Arena:
         """Return the arena with pages of this size on a device."""

@@ -126,7 +126,7 @@ class KVTensor(PythonExits):
         if id(self) in memo:
             return cast("torch.Tensor", memo[id(self)])
         if self.is_written:
-            copy: torch.Tensor = self.materialize()
+            copy = self._copy_of_written()
         else:
             key = ("forked KV store", self.store.key)
             if key not in memo:
@@ -134,6 +134,13 @@ class KVTensor(PythonExits):
             copy = KVTensor.of(memo[key], self.role, self.length)
         memo[id(self)] = copy
         return copy
+
+    def _copy_of_written(self) -> torch.Tensor:
+        """Return a dense copy; of a static buffer, one that goes back into pages like it."""
+        from kvcompile.runtime.adopted import adopted
+
+        dense = self.materialize()
+        return dense if self.store is None or self.store.capacity is None else adopted(dense)
 
     @property
     def tokens(self) -> int:
@@ -258,8 +265,9 @@ class KVTensor(PythonExits):
         handle.anchor = handle.cell.anchor
         return handle
 
-    def rebind(self, store: PagedStore) -> None:
-        """Let a static handle stand for the buffer of another store."""
+    def rebind(self, store: PagedStore, role: Role | None = None) -> None:
+        """Let a static handle stand for the buffer of another store, or for its other role."""
+        self.role = role or self.role
         self.store, self.anchor = store, store.anchors[self.role]
         store.note(self)
 
