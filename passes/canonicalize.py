@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from kvcompile.passes.ir.stage import Stage
+from kvcompile.passes.spell_repeats import spell_repeats
 from kvcompile.passes.spell_writes import spell_writes
 
 if TYPE_CHECKING:
@@ -106,9 +107,10 @@ class Canonicalize:
                 after.meta["tensor_dict"] = before.meta["tensor_dict"]
         for node in retraced.graph.nodes:
             node.meta.pop("tensor_meta", None)
+        program.module = retraced
+        spell_repeats(program)
         retraced.graph.eliminate_dead_code(is_impure)
         _refuse_fake_constants(retraced)
-        program.module = retraced
         spell_writes(program)
         retraced.recompile()
 

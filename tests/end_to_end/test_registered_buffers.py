@@ -231,8 +231,11 @@ class PlainAttributes(nn.Module):
         end = start + k.shape[1]
         self.cache_k[:2, start:end] = k
         self.cache_v[:2, start:end] = v
-        keys = self.cache_k[:2, :end].transpose(1, 2).repeat_interleave(2, 1)
-        values = self.cache_v[:2, :end].transpose(1, 2).repeat_interleave(2, 1)
+        keys, values = self.cache_k[:2, :end], self.cache_v[:2, :end]
+        keys, values = (
+            x[:, :, :, None].expand(2, end, 2, 2, 16).reshape(2, end, 4, 16).transpose(1, 2)
+            for x in (keys, values)
+        )
         return (q @ keys.transpose(2, 3) / 4).softmax(-1) @ values
 
 

@@ -81,3 +81,21 @@ def test_masks_of_a_positive_fill_are_refused() -> None:
 
     program, _ = capture(attend, *qkv(3, heads=2))
     assert codes(program) == ["KVC115"]
+
+
+@pytest.mark.parametrize("how", ["expand", "interleave"])
+def test_heads_may_be_repeated_before_they_come_first(how: str) -> None:
+    def repeated(x: torch.Tensor) -> torch.Tensor:
+        if how == "interleave":
+            return x.repeat_interleave(2, dim=2)
+        b, t, k, d = x.shape
+        return x[:, :, :, None, :].expand(b, t, k, 2, d).reshape(b, t, 2 * k, d)
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = (repeated(x.transpose(1, 2) * 2).transpose(1, 2) for x in (k, v))
+        return Sdpa().attend(q, k, v, None)
+
+    inputs = qkv(5)
+    program, args = capture(step, *inputs)
+    assert (program.sites[0].num_q_heads, program.sites[0].num_kv_heads) == (4, 2)
+    assert torch.equal(program.module(*args)[0], step(*inputs))
