@@ -151,8 +151,12 @@ class DenseCell:
         with torch.inference_mode(mode=False):
             self.store.materializations[operator] += 1
             dense = dense_of(self.store, self.role, self.longest())
-            self._dense = dense.clone() if dense.is_inference() else dense
-        self._version = self._dense._version
+            self.fill(dense.clone() if dense.is_inference() else dense)
+
+    def fill(self, dense: torch.Tensor) -> None:
+        """Keep a dense tensor from now on; it must not be an inference tensor."""
+        self._dense = dense
+        self._version = dense._version
 
     def longest(self) -> int:
         """Return the most tokens that a live handle of this memory, or of a part of it, has."""

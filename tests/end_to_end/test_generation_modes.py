@@ -31,7 +31,7 @@ def generated(run: Run, ids: torch.Tensor, new_tokens: int = 16, **more: Any) ->
 
 def sampling(run: Run, model: PreTrainedModel) -> Tokens:
     """Three samples of one prompt."""
-    how = {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9}
+    how: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9}
     return generated(run, prompt(20), num_return_sequences=3, **how)
 
 
