@@ -280,6 +280,7 @@ def _index_copy(path: _Path) -> _Found | None:
     buffer = write.buffer
     if buffer.op == "placeholder":
         return ("index_copy", write.new, buffer, write.position)
+    buffer = peel(buffer)
     if is_call(buffer, aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default) or (
         is_call(buffer, aten.full.default) and number(buffer.args[1]) == 0.0
     ):

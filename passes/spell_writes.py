@@ -14,7 +14,7 @@ from kvcompile.passes.patterns.layout import (
     fixed,
     is_call,
     number,
-    peel,
+    same_memory,
     same_shape,
     the_dim,
     the_node,
@@ -29,16 +29,6 @@ aten = torch.ops.aten
 Size = int | fx.Node
 
 _RANGES = (aten.slice.Tensor, aten.narrow.default)
-_ALIASES = (
-    *_RANGES,
-    aten.alias.default,
-    aten.detach.default,
-    aten.to.dtype,
-    aten.to.dtype_layout,
-    aten.to.device,
-    aten.to.other,
-)
-"""Operators that give the tensor itself if they change nothing about it."""
 
 
 def spell_writes(program: Program) -> None:
@@ -67,15 +57,8 @@ def _names(buffer: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes that are the whole buffer itself, under whatever name."""
     yield buffer
     for user in buffer.users:
-        if is_call(user, *_ALIASES) and peel(user) is peel(buffer) and not _copies(user):
+        if same_memory(user) is not user and user.args[0] is buffer:
             yield from _names(user)
-
-
-def _copies(cast: fx.Node) -> bool:
-    """Whether a cast makes a copy although it changes nothing."""
-    assert isinstance(cast.target, torch._ops.OpOverload)
-    given = zip(cast.target._schema.arguments, cast.args, strict=False)
-    return bool(cast.kwargs.get("copy")) or any(a.name == "copy" and arg for a, arg in given)
 
 
 def _range_copies(names: list[fx.Node]) -> list[fx.Node]:

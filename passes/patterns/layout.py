@@ -10,13 +10,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
 
-_CASTS = (
-    aten.to.dtype,
-    aten.to.dtype_layout,
-    aten.to.device,
-    aten.to.other,
-    aten._to_copy.default,
-)
+_CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other)
+_ALIASES = (*_CASTS, aten.slice.Tensor, aten.alias.default, aten.detach.default)
+"""Operators that give the tensor itself if they change nothing about it."""
 
 
 def value(node: fx.node.Argument) -> torch.Tensor | None:
@@ -79,6 +75,23 @@ def peel(node: fx.Node) -> fx.Node:
     return node
 
 
+def same_memory(node: fx.Node) -> fx.Node:
+    """Walk back over operators that give the very tensor they were given, under another name."""
+    while is_call(node, *_ALIASES) and not _copies(node):
+        before = _identity(node)
+        if before is None:
+            break
+        node = before
+    return node
+
+
+def _copies(cast: fx.Node) -> bool:
+    """Whether a cast makes a copy although it changes nothing."""
+    assert isinstance(cast.target, torch._ops.OpOverload)
+    given = zip(cast.target._schema.arguments, cast.args, strict=False)
+    return bool(cast.kwargs.get("copy")) or any(a.name == "copy" and arg for a, arg in given)
+
+
 def _identity(node: fx.Node) -> fx.Node | None:
     """Return the operand of a node that does nothing, or None."""
     source = node.args[0] if node.args else None
@@ -95,7 +108,7 @@ def _identity(node: fx.Node) -> fx.Node | None:
         aten.lift_fresh_copy.default,
     ):
         return source
-    if is_call(node, *_CASTS):
+    if is_call(node, *_CASTS, aten._to_copy.default):
         return source if mine.dtype == its.dtype and mine.device == its.device else None
     if is_call(node, aten.dropout.default):
         rate, train = node.args[1], node.args[2]

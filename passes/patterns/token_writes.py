@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from kvcompile.passes.patterns.layout import is_call, peel, same_size, the_dim, the_node, value
+from kvcompile.passes.patterns.layout import (
+    is_call,
+    peel,
+    same_memory,
+    same_size,
+    the_dim,
+    the_node,
+    value,
+)
 
 aten = torch.ops.aten
 
@@ -27,7 +35,7 @@ class TokenWrite:
     """`buffer[.., position, ..] = new` along one dimension.
 
     Attributes:
-        buffer: The buffer, of four dimensions.
+        buffer: The buffer, of four dimensions; what is written to a copy of it has not reached it.
         dim: The dimension that positions count in.
         position: Where the new tokens go, int [S].
         new: The new tokens, laid out like the buffer.
@@ -51,7 +59,7 @@ def token_write(node: fx.Node) -> TokenWrite | None:
         return None
     if is_call(node, aten.index_put_.default):
         return _index_put(node)
-    target, position, new = (the_node(node.args[i]) for i in (0, 2, 3))
+    position, new = (the_node(node.args[i]) for i in (2, 3))
     dim = the_dim(node, 1)
     if is_call(node, aten.scatter_.src):
         found = _vector(position, dim)
@@ -59,12 +67,18 @@ def token_write(node: fx.Node) -> TokenWrite | None:
         if found is None or not _fits(buffer, dim, same[0]) or not _fits(buffer, dim, same[1]):
             return None
         position = found
-    return TokenWrite(peel(target), dim, position, new)
+    return TokenWrite(_buffer(node), dim, position, new)
+
+
+def _buffer(node: fx.Node) -> fx.Node:
+    """Return the buffer that a write in place reaches, or that another one starts from."""
+    target = the_node(node.args[0])
+    return peel(target) if is_call(node, aten.index_copy.default) else same_memory(target)
 
 
 def _index_put(node: fx.Node) -> TokenWrite | None:
     """Match `buffer[:, :, position] = new` with one vector of positions and nothing broadcast."""
-    target, indices, new = node.args[:3]
+    indices, new = node.args[1:3]
     if node.kwargs or (len(node.args) > 3 and node.args[3]):  # adds to what is there
         return None
     assert isinstance(indices, list | tuple)
@@ -79,7 +93,7 @@ def _index_put(node: fx.Node) -> TokenWrite | None:
         return None
     if not same_size(tokens.shape[dim], position.shape[0]):
         return None
-    return TokenWrite(peel(the_node(target)), dim, the_node(index), new)
+    return TokenWrite(_buffer(node), dim, the_node(index), new)
 
 
 def _whole(new: fx.Node) -> fx.Node:

@@ -163,13 +163,14 @@ def test_other_writes_stay_as_they_are(write: Write, tokens: int) -> None:
     assert not program.plans
 
 
+@pytest.mark.parametrize("write", [put, assign])
 @pytest.mark.parametrize("copies", [False, True])
-def test_a_buffer_under_another_name(copies: bool) -> None:
+def test_a_buffer_under_another_name(write: Write, copies: bool) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, buffers: Pair, pos: Tensor, mask: Tensor) -> Tensor:
         keys = buffers[0].to(k, copy=copies)
         values = buffers[1].to(v, copy=copies)
-        assign(keys, k, pos, 4)
-        assign(values, v, pos, 4)
+        write(keys, k, pos, 4)
+        write(values, v, pos, 4)
         return attend(q, keys, values, mask)
 
     program, _ = capture(run, *inputs(1))
