@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from kvcompile.passes.ir.remarks import notices as notices
     from kvcompile.runtime.cache_files import load_cache as load_cache
     from kvcompile.runtime.cache_files import save_cache as save_cache
+    from kvcompile.runtime.errors import CacheBudgetError as CacheBudgetError
     from kvcompile.runtime.report import memory_report as memory_report
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "CacheBudgetError": "kvcompile.runtime.errors",
     "CacheOptions": "kvcompile.options",
     "Explanation": "kvcompile.explanation",
     "KvcompileError": "kvcompile.codegen.errors",
@@ -35,6 +37,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "CacheBudgetError",
     "CacheOptions",
     "Explanation",
     "KvcompileError",

@@ -31,6 +31,7 @@ from kvcompile.passes.pipeline import run_pipeline
 from kvcompile.reports import CompilationReport, publish
 from kvcompile.runtime import launch
 from kvcompile.runtime.as_written import with_dense_inputs
+from kvcompile.runtime.budget import Budget
 from kvcompile.runtime.executor import Executor
 
 Compiled = Callable[..., Any]
@@ -123,7 +124,8 @@ def kvcompile(
         inner = _inner(program.module, fakes, parsed, mode, records=not on_gpu)
         kernels_found = kernels.result()
     records = kernels_found and _mode_options(mode).get(RECORDS, False)
-    return Executor(program, inner, records=records)
+    budget = Budget.of(options, parsed.memory_limit())
+    return Executor(program, inner, records=records, budget=budget)
 
 
 def compile(model: nn.Module, **options: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvcompile.byte_sizes import parse_bytes
 from kvcompile.codegen.errors import KvcompileError
 from kvcompile.codegen.formats import get_format
 from kvcompile.passes.layer_dtypes import Dtypes, LayerDtypes
@@ -59,6 +60,10 @@ class CacheOptions:
             kernel; False leaves all products to the inner backend.
         fuse_rope: Turn q and new K (rotary embedding) where attention and append load them; False
             leaves the rotation to the inner backend, and None does so on a CPU.
+        kv_cache_memory_bytes: The most bytes that the pages of all living caches of the compiled
+            model take together: a number, or a text such as "2GiB" or "512MB". A step that needs
+            more raises `CacheBudgetError` and can be repeated. Slabs count, whether their pages
+            are held or free; tables and dense tensors do not.
         strict: Raise the remark of an attention or cache that cannot be rewritten, instead of
             running it as the model wrote it.
         inner_backend: Compiler of the rest of the graph: `inductor`, `aot_eager` or `eager`.
@@ -80,6 +85,7 @@ class CacheOptions:
     separate_k_bias: bool = True
     gemv: bool = True
     fuse_rope: bool | None = None
+    kv_cache_memory_bytes: int | str | None = None
     strict: bool = False
     inner_backend: str = "inductor"
     mode: str | None = None
@@ -96,6 +102,7 @@ class CacheOptions:
         _whole_number("q_group_size", self.q_group_size, least=16, multiple=16)
         _whole_number("residual_length", self.residual_length, least=0)
         _whole_number("num_sink_tokens", self.num_sink_tokens, least=0)
+        self.memory_limit()
         _one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         _one_of("inner_backend", self.inner_backend, INNER_BACKENDS)
         _one_of("mode", self.mode, (None, *MODES))
@@ -109,6 +116,25 @@ class CacheOptions:
                     f"option 'page_size' cannot be {self.page_size} with {name!r}: did you mean "
                     f"{least}?; a page of it has at least {least} tokens"
                 )
+
+    def memory_limit(self) -> int | None:
+        """Return the most bytes of pages, or None.
+
+        Raises:
+            OptionError: It is given, and is no positive number of bytes.
+        """
+        name, limit = "kv_cache_memory_bytes", self.kv_cache_memory_bytes
+        if isinstance(limit, str):
+            found = parse_bytes(limit)
+            if isinstance(found, str):
+                raise OptionError(
+                    f"option {name!r} cannot be {limit!r}: did you mean {found!r}?; it is a number "
+                    "of bytes, or a text with a unit: B, KB, MB, GB, TB, KiB, MiB, GiB or TiB"
+                )
+            limit = found
+        if limit is not None:
+            _whole_number(name, limit, least=1)
+        return limit
 
     def dtypes(self) -> LayerDtypes:
         """Return the formats by layer, each under its short name."""

@@ -47,6 +47,14 @@ def test_every_spelling_of_a_layer_counts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "limit"),
+    [(None, None), (4096, 4096), ("2GiB", 2 << 30), ("512MB", 512_000_000), ("1.5 KiB", 1536)],
+)
+def test_spellings_of_a_memory_limit(given: int | str | None, limit: int | None) -> None:
+    assert CacheOptions(kv_cache_memory_bytes=given).memory_limit() == limit
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"page_sise": 32}, "unknown option 'page_sise': did you mean 'page_size'?"),
@@ -74,6 +82,14 @@ def test_every_spelling_of_a_layer_counts() -> None:
             {"kv_cache_dtype": {3: "int1"}, "page_size": 16},
             "'page_size' cannot be 16 with 'int1': did you mean 32?",
         ),
+        ({"kv_cache_memory_bytes": 0}, "cannot be 0: did you mean 1?"),
+        ({"kv_cache_memory_bytes": 2.5}, "cannot be 2.5; it is a whole number"),
+        ({"kv_cache_memory_bytes": "2gib"}, "cannot be '2gib': did you mean '2GiB'?"),
+        ({"kv_cache_memory_bytes": "512 mb"}, "did you mean '512MB'?"),
+        ({"kv_cache_memory_bytes": "1.5G"}, "did you mean '1.5GB'?"),
+        ({"kv_cache_memory_bytes": "-3 GiBB"}, "did you mean '3GiB'?"),
+        ({"kv_cache_memory_bytes": "lots"}, "did you mean '2GiB'?"),
+        ({"kv_cache_memory_bytes": "0B"}, "cannot be 0: did you mean 1?"),
         ({"strict": 1}, "'strict' cannot be 1"),
         ({"strict": "yes"}, "'strict' cannot be 'yes'"),
     ],

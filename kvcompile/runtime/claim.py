@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvcompile.passes.ir.remarks import Remark, emit
-from kvcompile.runtime.errors import CacheGapError, CacheInUseError, StaleHandleError
-from kvcompile.runtime.registry import Role
+from kvcompile.runtime.errors import (
+    CacheBudgetError,
+    CacheGapError,
+    CacheInUseError,
+    StaleHandleError,
+)
+from kvcompile.runtime.notices import tell_stale_view
+from kvcompile.runtime.registry import Role, living
+from kvcompile.runtime.store import PagedStore
 
 if TYPE_CHECKING:
+    from kvcompile.runtime.budget import Budget
     from kvcompile.runtime.handle import KVTensor
-    from kvcompile.runtime.store import PagedStore
 
 
 def claim(k: KVTensor, v: KVTensor) -> PagedStore:
@@ -57,6 +64,20 @@ def writable_store(past: KVTensor) -> PagedStore:
     return fork
 
 
+def drop_cropped(budget: Budget) -> None:
+    """Give back pages of tokens that no handle stands for any more, as the next claim would.
+
+    Only stores that no step has claimed are looked at; nobody else may be claiming meanwhile.
+    """
+    for store in living():
+        if not isinstance(store, PagedStore) or store.arena.budget is not budget or store.claimed:
+            continue
+        reach = [handle.tokens for handle in store.live_handles()]
+        if store.capacity is None and reach and max(store.k_len, store.v_len) > max(reach):
+            with contextlib.suppress(CacheBudgetError):  # a cut page becomes a longer ring
+                store.truncate(max(reach))
+
+
 def _claim_slowly(k: KVTensor, v: KVTensor) -> PagedStore:
     store, other = _store_of(k), _store_of(v)
     if k.length != v.length and store.capacity is None:
@@ -77,7 +98,7 @@ def _claim_slowly(k: KVTensor, v: KVTensor) -> PagedStore:
             v.rebind(store)
         # Unwritten copies made for views go stale with the next append.
         if any(cell.is_viewed for cell in store.cells.values()):
-            _tell_stale_view()
+            tell_stale_view()
         store.cells.clear()
         return store
     length = k.length
@@ -88,22 +109,6 @@ def _claim_slowly(k: KVTensor, v: KVTensor) -> PagedStore:
     if longer:
         store.truncate(length)
     return store
-
-
-def _tell_stale_view() -> None:
-    emit(
-        Remark(
-            kind="note",
-            code="KVC504",
-            origin="claim",
-            site="",
-            where="",
-            reason="a view of a static cache is still held while the cache goes on in pages: it "
-            "shows the tokens of the time it was taken, and writes to it no longer reach the cache",
-            hint="take views of a static cache anew after every step",
-        ),
-        once="stale-view",
-    )
 
 
 def _store_of(handle: KVTensor) -> PagedStore:
@@ -129,16 +134,18 @@ def _store_anew(k: KVTensor, v: KVTensor) -> PagedStore:
     """Store the dense values of both handles in a fresh store, or in place if static."""
     dense_k, dense_v = k.read("store anew"), v.read("store anew")
     store = _store_of(k)
+    anew = store.empty_like()
     if store.capacity is None:
-        target = store.empty_like()
-        append_dense(target, dense_k, dense_v, k.length)
-        return target
-    stored = store.length
+        append_dense(anew, dense_k, dense_v, k.length)
+        return anew
+    length = max(store.length, filled(store, dense_k, dense_v))
+    append_dense(anew, dense_k, dense_v, length)
+    # Other handles stand for the same buffer: it takes the pages, now that all of them are there.
     store.truncate(0)
     store.cells.clear()
+    store.take_rows([(anew, row) for row in range(store.batch)], length, length)
     if v.store is not store:
         v.rebind(store)
-    append_dense(store, dense_k, dense_v, max(stored, filled(store, dense_k, dense_v)))
     return store
 
 

@@ -13,6 +13,10 @@ class CacheFullError(KvcompileError):
     """More tokens were to be written than a static cache can hold."""
 
 
+class CacheBudgetError(KvcompileError):
+    """Pages were to be added beyond `kv_cache_memory_bytes`; every cache keeps its tokens."""
+
+
 class PaddingRevivedError(KvcompileError):
     """A mask makes a left-padding token visible that the first mask declared dead."""
 

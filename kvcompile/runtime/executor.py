@@ -20,7 +20,8 @@ from kvcompile.passes.patterns.layout import writer
 from kvcompile.runtime.adopted import Moves
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.as_written import INPUT, dense_input
-from kvcompile.runtime.claim import append_dense, claim, filled
+from kvcompile.runtime.budget import Budget
+from kvcompile.runtime.claim import append_dense, claim, drop_cropped, filled
 from kvcompile.runtime.gpu_steps import gpu_steps_of
 from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.quantized_store import QuantizedStore
@@ -31,11 +32,17 @@ class Executor:
     """Runs one rewritten graph.
 
     Lengths of the stores move only after the graph has run: a step that fails leaves every cache
-    that grows as it was, and may be repeated. Slots of a static buffer may have been written.
+    as it was, and may be repeated. Slots of a static buffer may have been written; counters in main
+    memory that the graph moves on are set back.
     """
 
     def __init__(
-        self, program: Program, inner: Callable[..., Any], *, records: bool = False
+        self,
+        program: Program,
+        inner: Callable[..., Any],
+        *,
+        records: bool = False,
+        budget: Budget | None = None,
     ) -> None:
         """Bind a lowered program to the compiled rest of its graph.
 
@@ -43,6 +50,7 @@ class Executor:
             program: At stage `LOWERED`.
             inner: The compiled graph: kept inputs, then states, give the kept outputs.
             records: Whether decode steps on a GPU are recorded and replayed, where they can be.
+            budget: What limits the pages of the caches that it makes.
         """
         binding = program.binding
         assert binding is not None
@@ -58,17 +66,25 @@ class Executor:
             for s, p in zip(self._states, self._plans, strict=True)
         )
         self._users = _arena_users(self._plans)
+        self._budget = budget
+        if budget is not None:
+            per_token = sum(plan.page_bytes / plan.layout.page_size for plan in self._plans)
+            budget.token_bytes = max(budget.token_bytes, per_token)
         self._dense_inputs = _handles_that_stay(program)
+        self._counters = [binding.kept_inputs[i] for i in _written_counters(program)]
         self.gpu_steps = gpu_steps_of(program, inner, records=records)
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Run one step."""
         stores = self._claim_all(args)
+        counted = [(args[i], args[i].item()) for i in self._counters]
         try:
             return self._step(args, stores)
         except BaseException:
             for store in stores:
                 store.abandon()
+            for counter, number in counted:
+                counter.fill_(number)
             raise
         finally:
             for store in stores:
@@ -80,9 +96,12 @@ class Executor:
         Lengths move at the end of a step only, so without the mark a second step from the same
         past, in another thread or for another stream of this graph, would write to the same slots.
         """
-        shared = _Shared(self._users, args)
+        shared = _Shared(self._users, args, self._budget)
         stores: list[PagedStore] = []
         with _claiming:
+            if self._budget is not None and self._budget.was_exceeded:
+                self._budget.was_exceeded = False
+                drop_cropped(self._budget)
             try:
                 for state, plan, kind in zip(self._states, self._plans, self._kinds, strict=True):
                     store = self._store(state, plan, kind, args, shared)
@@ -191,9 +210,15 @@ class _Shared:
         moves: The handles that are to stand for new stores from now on.
     """
 
-    def __init__(self, users: Counter[tuple[int, torch.device]], args: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        users: Counter[tuple[int, torch.device]],
+        args: Sequence[Any],
+        budget: Budget | None,
+    ) -> None:
         self._users = users
         self._args = args
+        self._budget = budget
         self._arenas: dict[tuple[int, torch.device], Arena] = {}
         self._angles: dict[tuple[int, int], torch.Tensor] = {}
         self.moves = Moves()
@@ -203,7 +228,8 @@ class _Shared:
         key = page_bytes, device
         arena = self._arenas.get(key)
         if arena is None:
-            arena = self._arenas[key] = Arena(page_bytes, device, stores=self._users[key])
+            make = Arena if self._budget is None else self._budget.arena
+            arena = self._arenas[key] = make(page_bytes, device, stores=self._users[key])
         return arena
 
     def angles(self, state: StateBinding, plan: StreamPlan) -> torch.Tensor | None:
@@ -242,3 +268,14 @@ def _handles_that_stay(program: Program) -> tuple[tuple[int, bool], ...]:
         for i, node in enumerate(program.placeholders)
         if isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].dim() == 4
     )
+
+
+def _written_counters(program: Program) -> list[int]:
+    """Return the inputs in main memory, a whole number each, that the graph writes to."""
+    return [
+        i
+        for i, node in enumerate(program.placeholders)
+        if isinstance(value := node.meta.get("val"), torch.Tensor)
+        and (value.numel(), value.dtype, value.device.type) == (1, torch.int64, "cpu")
+        and writer(node) is not None
+    ]

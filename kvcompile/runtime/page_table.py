@@ -72,15 +72,25 @@ class PageTable:
         page = self.rows[row][number]
         return page != HOLE and self.arena.references(page) > 1
 
+    def is_own(self, row: int, number: int) -> bool:
+        """Whether a row holds a page that nobody else holds."""
+        page = self.rows[row][number]
+        return page != HOLE and self.arena.references(page) == 1
+
     def own(self, shared: Sequence[tuple[int, int]]) -> None:
-        """Replace shared pages, given as (row, number), by copies."""
-        for b, n in shared:
-            # Two rows may have shared the page with each other only; the first copy ends that.
-            if self.is_shared(b, n):
-                old, self.rows[b][n] = self.rows[b][n], self.arena.copy_page(self.rows[b][n])
-                self.arena.release([old])
-                self.write_row(b, n)
-        self.point_to_slabs()
+        """Replace shared pages, given as (row, number), by copies.
+
+        If memory runs out, some are replaced and the others still shared: no token has changed.
+        """
+        try:
+            for b, n in shared:
+                # Two rows may have shared the page with each other only; the first copy ends that.
+                if self.is_shared(b, n):
+                    old, self.rows[b][n] = self.rows[b][n], self.arena.copy_page(self.rows[b][n])
+                    self.arena.release([old])
+                    self.write_row(b, n)
+        finally:
+            self.point_to_slabs()
 
     def cut(self, needed: Sequence[int]) -> None:
         """Give back the pages of each row from number `needed[b]` on."""

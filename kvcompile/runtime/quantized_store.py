@@ -26,9 +26,9 @@ import torch
 from kvcompile.codegen.formats import TILE
 from kvcompile.codegen.spec import MOST_QUERIES
 from kvcompile.codegen.state import EXACT_PAGES, QUANTIZED, RING_FROM, ROTARY
-from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime import launch
 from kvcompile.runtime.errors import CacheGapError
+from kvcompile.runtime.notices import tell_cut_inside_a_page
 from kvcompile.runtime.page_table import HOLE, PageTable
 from kvcompile.runtime.rows import Holding, PageRows
 from kvcompile.runtime.store import New, PagedStore
@@ -116,7 +116,7 @@ class QuantizedStore(PagedStore):
         """Write tokens from `past_len` on; see `PagedStore.append`."""
         seen = None
         if self._prepared is None:
-            self.abandon()
+            self._forget_last_append()
         if attends and k is not None and v is not None and k.shape[2] > MOST_QUERIES:
             if launch.reads_pages(self, k.shape[2]):
                 self._quantizes_at_commit = True
@@ -160,8 +160,11 @@ class QuantizedStore(PagedStore):
 
     def abandon(self) -> None:
         """Forget what was appended since the last commit: the step that did it has failed."""
-        super().abandon()
-        self._seen_by_chunk = None
+        self._forget_last_append()
+        self._forget_uncommitted()
+
+    def _forget_last_append(self) -> None:
+        self._prepared = self._seen_by_chunk = None
         is_late, self._quantizes_at_commit = self._quantizes_at_commit, False
         if is_late or self._quantized != self._ring_from:
             self._forget_uncommitted()
@@ -261,7 +264,7 @@ class QuantizedStore(PagedStore):
         if self._quantized != self._ring_from:
             return
         window, size = self._window, self.page_size
-        reach = []
+        reach = [] if self.capacity is None else [self.capacity]
         for b, start in enumerate(self._starts):
             entries, full = len(self.exact.rows[b]), self._ring_from[b]
             room = min(entries * TILE, window.num_sink_tokens)
@@ -270,8 +273,6 @@ class QuantizedStore(PagedStore):
             still_exact = window.num_sink_tokens + window.residual_length + (full + 1) * size - 1
             reach.append(start + min(room, still_exact))
         self._writable = min(reach, default=0)
-        if self.capacity is not None:
-            self._writable = min(self._writable, self.capacity)
 
     def _release_quantized(self) -> None:
         """Give back the exact pages of tokens that are quantized now."""
@@ -297,7 +298,7 @@ class QuantizedStore(PagedStore):
 
         Tokens of a page that is cut in two become part of the ring again, as they were decoded.
         """
-        self.abandon()
+        self._forget_last_append()
         window, size = self._window, self.page_size
         full = [
             min(have, max(kept - start - window.num_sink_tokens, 0) // size)
@@ -309,15 +310,26 @@ class QuantizedStore(PagedStore):
             entries = window.exact_pages(kept - start, f, size)
             # Where a page is cut, the whole ring behind it goes.
             needed.append(min(entries, window.sink_pages) if f < have else entries)
+        # Before anything is given back: what was decoded must find room again.
+        missing = 0 if decoded is None else self._missing_after_cut(kept, full)
+        room = self.exact.arena.allocate(missing)
         self.set_quantized(full, full)
         self.pages.cut(full)
         self.exact.cut(needed)
+        self.exact.arena.release(room)
         if decoded is not None:
             first, k, v = decoded
             self._make_room(first, kept, both=False)
             launch.append(self, k, v, first)
         self._writable = 0
         self._limit_starts(kept)
+
+    def _missing_after_cut(self, kept: int, full: Sequence[int]) -> int:
+        """Return at most how many exact pages sinks and ring take beyond those held alone."""
+        pages, size = self._window.exact_pages, self.page_size
+        needed = sum(pages(kept - s, f, size) for s, f in zip(self._starts, full, strict=True))
+        rows = enumerate(self.exact.rows)
+        return max(needed - sum(self.exact.is_own(b, n) for b, r in rows for n in range(len(r))), 0)
 
     def _decode_cut_pages(
         self, kept: int, full: Sequence[int]
@@ -335,19 +347,7 @@ class QuantizedStore(PagedStore):
         ]
         if not firsts:
             return None
-        emit(
-            Remark(
-                kind="note",
-                code="KVC505",
-                origin="crop",
-                site="",
-                where="",
-                reason="a cache was cut inside a quantized page; the tokens that stay of it will "
-                "be quantized a second time",
-                hint="a larger residual_length keeps more of the recent tokens exact",
-            ),
-            once="crop",
-        )
+        tell_cut_inside_a_page()
         first = min(firsts)
         return first, launch.gather(self, "k", first, kept), launch.gather(self, "v", first, kept)
 
@@ -380,8 +380,7 @@ class QuantizedStore(PagedStore):
 
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor outside its arenas; the table of angles is shared by all layers."""
-        shared = [] if self.rotary_table is None else [self.rotary_table]
-        return [*super().tensors(), *shared]
+        return [*super().tensors(), *([] if self.rotary_table is None else [self.rotary_table])]
 
     def _tables(self) -> list[torch.Tensor]:
         return [*super()._tables(), self.exact.block_table, self.quantized, self.ring_from]

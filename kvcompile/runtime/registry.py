@@ -52,6 +52,12 @@ def find(key: int) -> Source:
     return source
 
 
+def living() -> list[Source]:
+    """Return every source that somebody holds."""
+    # Other threads may register meanwhile: a list of references is taken at once.
+    return [source for ref in _sources.valuerefs() if (source := ref()) is not None]
+
+
 def anchor_for(key: int, role: Role) -> torch.Tensor:
     """Return the anchor int64[1] that names one role of a source."""
     return torch.tensor([2 * key + ROLES.index(role)], dtype=torch.int64)

@@ -239,6 +239,7 @@ class PagedStore(PageRows):
     def abandon(self) -> None:
         """Forget what was appended since the last commit: the step that did it has failed."""
         self._prepared = None
+        self._drop_pages(max(self.k_len, self.v_len))
 
     def truncate(self, length: int, role: Role | None = None) -> None:
         """Drop the tokens from `length` on, and the pages nobody needs any more."""
