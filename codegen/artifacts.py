@@ -49,24 +49,26 @@ def try_load(directory: Path) -> Path | None:
         return None
 
 
-def load_or_build(directory: Path, text: str, build: Build) -> Path:
+def load_or_build(directory: Path, text: str, build: Build, *, anew: bool = False) -> Path:
     """Return a whole library for `text`, building it if there is none.
 
     Args:
         directory: From `artifact_directory`; created if need be.
         text: The source; kept beside the library for readers and debuggers.
         build: Called at most once, under the lock of the directory.
+        anew: Build it even if there is one.
 
     Raises:
         KernelCompilationError: `build` failed, or the cache cannot be written.
     """
-    found = try_load(directory)
+    found = None if anew else try_load(directory)
     if found is not None:
         return found
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory / "lock"):
-            return try_load(directory) or _build(directory, text, build)
+            found = None if anew else try_load(directory)
+            return found or _build(directory, text, build)
     except OSError as error:
         raise _unwritable(directory, error) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,28 +81,39 @@ def load_source(source: KernelSource) -> Kernel[Any]:
         KernelCompilationError: The compiler failed, or its output cannot be loaded.
     """
     spec = source.spec
-    return _open(spec, compile_text(spec.symbol, source.text, compiler_flags(spec)))
+    flags = compiler_flags(spec)
+    try:
+        return _open(spec, compile_text(spec.symbol, source.text, flags))
+    except _UnloadableError:
+        # Whole, and of no use here: damaged together with its fingerprint, or of another machine.
+        return _open(spec, compile_text(spec.symbol, source.text, flags, anew=True))
 
 
-def compile_text(name: str, text: str, flags: tuple[str, ...]) -> Path:
+class _UnloadableError(KernelCompilationError):
+    """A library cannot be loaded."""
+
+
+def compile_text(name: str, text: str, flags: tuple[str, ...], *, anew: bool = False) -> Path:
     """Return the shared library of a C++ text, from the cache or compiled now.
 
     Args:
         name: What the folder in the cache begins with.
         text: The source.
         flags: Of the compiler, beside those of every kernel.
+        anew: Compile it even if the cache has it.
 
     Raises:
         CompilerNotFoundError: There is no compiler.
         KernelCompilationError: The compiler failed, or the cache cannot be written.
     """
     compiler = toolchain.find_compiler()
-    key = (text, compiler.version, *compiler.command, *toolchain.BASE_FLAGS, *flags)
+    machine = platform.machine()
+    key = (text, machine, compiler.version, *compiler.command, *toolchain.BASE_FLAGS, *flags)
 
     def build(source: Path, library: Path) -> None:
         toolchain.compile_shared(compiler, source, library, flags)
 
-    return artifacts.load_or_build(artifacts.artifact_directory(name, *key), text, build)
+    return artifacts.load_or_build(artifacts.artifact_directory(name, *key), text, build, anew=anew)
 
 
 def _open(spec: S, library: Path) -> Kernel[S]:
@@ -110,7 +122,7 @@ def _open(spec: S, library: Path) -> Kernel[S]:
         enter = loaded[f"{spec.symbol}_packed"]
         scratch_bytes = loaded[f"{spec.symbol}_scratch_bytes"] if spec.op == "attend" else None
     except (OSError, AttributeError) as error:
-        raise KernelCompilationError(f"{library} cannot be loaded: {error}") from error
+        raise _UnloadableError(f"{library} cannot be loaded: {error}") from error
     enter.argtypes, enter.restype = [ctypes.c_char_p], ctypes.c_int64
     if scratch_bytes is not None:
         scratch_bytes.argtypes, scratch_bytes.restype = [ctypes.c_int64] * 4, ctypes.c_int64

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from kvcompile.codegen import artifacts
 from kvcompile.codegen.cpu import toolchain
-from kvcompile.codegen.cpu.compile import forget_loaded, load
+from kvcompile.codegen.cpu.compile import compile_text, forget_loaded, load
+from kvcompile.codegen.cpu.isa import compiler_flags
 from kvcompile.codegen.errors import CompilerNotFoundError, KernelCompilationError
+from kvcompile.codegen.registry import generate
 from tests.support.numerics import Case
 
 SPEC = Case(dims=(4, 4)).spec("portable", "append")
@@ -49,7 +56,9 @@ def test_a_kernel_is_compiled_once_and_kept_with_its_text(monkeypatch: pytest.Mo
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("damage", ["corrupted", "truncated", "no fingerprint", "deleted"])
+@pytest.mark.parametrize(
+    "damage", ["corrupted", "truncated", "empty", "no fingerprint", "empty fingerprint", "deleted"]
+)
 def test_a_damaged_library_is_rebuilt(damage: str) -> None:
     library = load(SPEC).library
     whole = library.read_bytes()
@@ -60,12 +69,69 @@ def test_a_damaged_library_is_rebuilt(damage: str) -> None:
         library.write_bytes(whole[:4000] + b"\xff" * 64 + whole[4064:])
     elif damage == "truncated":
         library.write_bytes(whole[: len(whole) // 2])
+    elif damage == "empty":
+        library.touch()
+    elif damage == "empty fingerprint":
+        library.write_bytes(whole)
+        library.with_name("kernel.so.sha256").write_text("")
     elif damage == "no fingerprint":
         library.write_bytes(whole)
         library.with_name("kernel.so.sha256").unlink()
     assert artifacts.try_load(library.parent) is None
     assert load(SPEC).library == library
     assert artifacts.try_load(library.parent) == library
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("damage", ["another machine", "not a library"])
+def test_a_whole_library_that_cannot_be_loaded_is_rebuilt(damage: str) -> None:
+    # Not loaded yet: the loader knows by its name what it has loaded once.
+    library = compile_text(SPEC.symbol, generate(SPEC).text, compiler_flags(SPEC))
+    other = bytearray(library.read_bytes())
+    other[18:20] = (0xF3 if damage == "another machine" else 0, 0)  # the machine of an ELF file
+    if damage == "not a library":
+        other[:4] = b"text"
+    library.unlink()
+    library.write_bytes(other)
+    library.with_name("kernel.so.sha256").write_text(hashlib.sha256(other).hexdigest())
+    assert artifacts.try_load(library.parent) == library
+    assert load(SPEC).library == library
+    assert library.read_bytes() != other
+
+
+@pytest.mark.compiler
+def test_a_cache_that_can_only_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = load(SPEC).library
+    forget_loaded()
+
+    def read_only(path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(artifacts, "_locked", read_only)
+    assert load(SPEC).library == library
+    forget_loaded()
+    library.unlink()
+    with pytest.raises(KernelCompilationError, match="Read-only file system.*KVCOMPILE_CACHE_DIR"):
+        load(SPEC)
+
+
+@pytest.mark.compiler
+def test_a_process_that_is_killed_while_it_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker, real = tmp_path / "marker", toolchain.find_compiler().command[0]
+    body = f'if [ ! -e {marker} ]; then echo $$ > {marker}; exec sleep 60; fi; exec {real} "$@"'
+    monkeypatch.setenv("CXX", compiler_script(tmp_path, body))
+    child = os.fork()
+    if not child:
+        load(SPEC)
+        os._exit(0)
+    while not marker.exists() or not marker.read_text():
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.kill(int(marker.read_text()), signal.SIGKILL)
+    assert artifacts.try_load(load(SPEC).library.parent) is not None
 
 
 @pytest.mark.compiler
