@@ -8,13 +8,16 @@ is shared again; pages that several rows share are written once. Importing this 
 from __future__ import annotations
 
 import copyreg
+import pickle
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import torch
 
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.errors import CacheFileError
+from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.quantized_store import QuantizedStore
 from kvcompile.runtime.registry import ROLES, Role
 from kvcompile.runtime.store import PagedStore
@@ -27,9 +30,6 @@ from kvcompile.runtime.store_image import (
     placed,
     restore,
 )
-
-if TYPE_CHECKING:
-    from kvcompile.runtime.handle import KVTensor
 
 
 class LoadedArenas:
@@ -92,8 +92,6 @@ def rebuild_handle(store: object, role: Role, tokens: int) -> KVTensor:
     Raises:
         CacheFileError: Its store does not hold its tokens.
     """
-    from kvcompile.runtime.handle import KVTensor
-
     if not isinstance(store, PagedStore) or role not in ROLES:
         raise CacheFileError("a saved KV handle names no store; the file is damaged or foreign")
     if store.capacity is None and not 0 <= tokens <= store.role_length(role):
@@ -117,11 +115,33 @@ def _reduce_store(store: PagedStore) -> tuple[Any, ...]:
     return rebuild_store, (fields, pages, arenas, store.rotary_table)
 
 
+def _send_handle(handle: KVTensor) -> tuple[Any, ...]:
+    """Reduce a handle for another process; as bytes, because it is sent tensors as shared memory.
+
+    That would have to outlive the copies made here, which nobody holds.
+    """
+    if handle.is_written or handle.store is None:
+        return pickle.loads, (pickle.dumps(handle),)
+    return reduce_handle(handle)
+
+
+def _send_store(store: PagedStore) -> tuple[Any, ...]:
+    _, (fields, pages, arenas, angles) = _reduce_store(store)
+    return _receive_store, (pickle.dumps((fields, pages, angles)), arenas)
+
+
+def _receive_store(sent: bytes, arenas: Sequence[LoadedArenas]) -> PagedStore:
+    fields, pages, angles = pickle.loads(sent)
+    return rebuild_store(fields, pages, arenas, angles)
+
+
 def _reduce_arena(arena: Arena) -> tuple[Any, ...]:
     return rebuild_arenas, ()
 
 
 for _store in (PagedStore, QuantizedStore):
     copyreg.pickle(_store, _reduce_store)
+    ForkingPickler.register(_store, _send_store)
+ForkingPickler.register(KVTensor, _send_handle)
 copyreg.pickle(Arena, _reduce_arena)
 torch.serialization.add_safe_globals([rebuild_arenas, rebuild_store, rebuild_handle])

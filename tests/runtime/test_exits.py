@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ WAYS_OUT: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
     "pickle": lambda h: pickle.loads(pickle.dumps(h)),
+    "another process": lambda h: ForkingPickler.loads(ForkingPickler.dumps(h)),
     "torch.save": _through_torch_save,
     "numpy": lambda h: torch.from_numpy(h.numpy()),
     "numpy(force)": lambda h: torch.from_numpy(h.numpy(force=True)),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +32,13 @@ def through_pickle(pairs: Any, _: Path) -> Any:
     return pickle.loads(pickle.dumps(pairs))
 
 
+def to_another_process(pairs: Any, _: Path) -> Any:
+    """As queues and pipes send it: nothing may lie in memory that is shared and then dropped."""
+    sent = bytes(ForkingPickler.dumps(pairs))
+    gc.collect()
+    return pickle.loads(sent)
+
+
 def through_torch(pairs: Any, path: Path) -> Any:
     torch.save(pairs, path)
     return torch.load(path, weights_only=True)
@@ -40,7 +49,12 @@ def through_safetensors(pairs: Any, path: Path) -> Any:
     return kvcompile.load_cache(path)
 
 
-WAYS: list[Callable[[Any, Path], Any]] = [through_pickle, through_torch, through_safetensors]
+WAYS: list[Callable[[Any, Path], Any]] = [
+    through_pickle,
+    to_another_process,
+    through_torch,
+    through_safetensors,
+]
 each_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 
 
