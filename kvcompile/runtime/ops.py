@@ -57,7 +57,13 @@ _last_positions: list[tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = []
 
 
 def _on_host(position: torch.Tensor) -> torch.Tensor:
-    """Return positions in main memory; the layers of a step, which share them, wait once."""
+    """Return positions in main memory; the layers of a step, which share them, wait once.
+
+    Threads share the list: it is read and replaced in one piece, and an entry is of use only to
+    whoever has the very same tensor.
+    """
+    if position.is_inference():  # it has no version to know it by
+        return position.cpu()
     if _last_positions:
         ref, version, host = _last_positions[0]
         if ref() is position and position._version == version:
