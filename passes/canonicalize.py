@@ -24,6 +24,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from kvcompile.passes.ir.stage import Stage
+from kvcompile.passes.shards import (
+    IS_SHARD,
+    distributed,
+    is_distributed,
+    is_dtensor,
+    local,
+    refuse_distributed,
+    shards_traced,
+)
 from kvcompile.passes.spell_repeats import spell_repeats
 from kvcompile.passes.spell_writes import spell_writes
 
@@ -83,9 +92,11 @@ class Canonicalize:
 
         `scaled_dot_product_attention` survives whole, matmul and softmax have one spelling, and
         symbolic sizes stay the ones that Dynamo guards on, because the fake mode is Dynamo's own.
+        Distributed tensors become this process's shards.
         """
         captured = program.placeholders
         plain, fake_mode = plain_inputs(program.module)
+        inputs = [local(value) for value in plain]
         # make_fx asks for the tracing context's fake mode and refuses two different ones.
         with (
             tracing(TracingContext(fake_mode)),
@@ -99,10 +110,11 @@ class Canonicalize:
                 pre_dispatch=True,
                 tracing_mode="symbolic",
                 _allow_non_fake_inputs=True,
-            )(*plain)
+            )(*inputs)
         for before, after, value in zip(captured, _placeholders(retraced), plain, strict=True):
-            after.meta["val"] = value
+            after.meta["val"] = local(value)
             after.meta[IS_HANDLE] = before.meta["example_value"] is not value
+            after.meta[IS_SHARD] = is_dtensor(value)
             if "tensor_dict" in before.meta:
                 after.meta["tensor_dict"] = before.meta["tensor_dict"]
         for node in retraced.graph.nodes:
@@ -161,6 +173,8 @@ class _Retrace(fx.Interpreter):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         self.regions: list[torch.autocast] = []
+        values = (n.meta.get("example_value") for n in self.module.graph.nodes)
+        self.is_distributed = any(is_distributed(value) for value in values)
         try:
             return super().run(*args, **kwargs)
         finally:
@@ -216,7 +230,21 @@ class _Retrace(fx.Interpreter):
             return self.regions[-1].__enter__()
         if n.target is _exit_autocast:
             return self.regions.pop().__exit__(None, None, None)
+        if self.is_distributed:
+            return self.run_beside_shards(n, value)
         return super().run_node(n)
+
+    def run_beside_shards(self, n: fx.Node, value: object) -> Any:
+        """Run a node of a graph with distributed tensors."""
+        if n.op == "placeholder":
+            return distributed(value, super().run_node(n))
+        operands = [self.env[operand] for operand in n.all_input_nodes]
+        if n.op == "output":
+            refuse_distributed(fx.map_arg(n.args[0], self.env.__getitem__))
+        if not any(is_distributed(v) for v in (value, *operands)):
+            return super().run_node(n)
+        with shards_traced():
+            return super().run_node(n)
 
 
 def _proxy_of(leaf: object, tracer: proxy_tensor.PythonKeyTracer) -> object:
@@ -264,7 +292,10 @@ def _is_input_float(value: torch.SymFloat) -> bool:
 
 
 def plain_inputs(captured: fx.GraphModule) -> tuple[list[object], FakeTensorMode]:
-    """Return fakes of a captured graph's inputs, dense ones for handles, and their fake mode."""
+    """Return fakes of a captured graph's inputs, dense ones for handles, and their fake mode.
+
+    Distributed tensors and meshes stay what they are.
+    """
     values = [n.meta["example_value"] for n in _placeholders(captured)]
     fake_mode = _fake_mode(values)
     return [_plain(v, fake_mode) for v in values], fake_mode
@@ -288,7 +319,9 @@ def _fake_mode(values: list[object]) -> FakeTensorMode:
 
 def _plain(value: object, fake_mode: FakeTensorMode) -> object:
     """Return the dense fake that a handle stands for; anything else as it is."""
-    if not (isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)):
+    if is_dtensor(value) or not (
+        isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
+    ):
         return value
     with fake_mode:
         return torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device)

@@ -25,6 +25,7 @@ from kvcompile.passes.patterns.layout import (
     the_node,
     value,
 )
+from kvcompile.passes.shards import IS_SHARD
 
 if TYPE_CHECKING:
     from kvcompile.passes.ir.site import AttentionSite
@@ -345,11 +346,13 @@ def _close(
             _erase_update(program, program.streams[site.index])
     program.graph.eliminate_dead_code(is_impure)
     gone_inputs = {i for s in states for i in (s.k_input, s.v_input) if i is not None}
+    gone_inputs |= {i for i, node in enumerate(captured) if node.meta["val"] is None}  # meshes
     for i in sorted(gone_inputs):
         _release_sizes(program, captured[i])
         program.graph.erase_node(captured[i])
     kept_inputs = tuple(i for i in range(len(captured)) if i not in gone_inputs)
-    program.binding = Binding(kept_inputs, num_outputs, kept_outputs, states)
+    shards = tuple(i for i, node in enumerate(captured) if node.meta[IS_SHARD])
+    program.binding = Binding(kept_inputs, num_outputs, kept_outputs, states, shards)
     program.module.recompile()
 
 

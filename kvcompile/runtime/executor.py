@@ -59,6 +59,7 @@ class Executor:
         self._kept_outputs = binding.kept_outputs
         self._num_outputs = binding.num_outputs
         self._states = binding.states
+        self._shards = frozenset(binding.shards)
         # The plan's node would keep the whole graph alive; the binding knows the input.
         self._plans = tuple(replace(program.plans[s.site], frequencies=None) for s in self._states)
         self._kinds = tuple(
@@ -76,6 +77,10 @@ class Executor:
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Run one step."""
+        if self._shards:
+            # `to_local` makes a new view of a parameter; what is derived from weights goes by
+            # their identity.
+            args = tuple(a._local_tensor if i in self._shards else a for i, a in enumerate(args))
         stores = self._claim_all(args)
         counted = [(args[i], args[i].item()) for i in self._counters]
         try:

@@ -88,12 +88,15 @@ class Binding:
         num_outputs: Number of outputs of the captured graph.
         kept_outputs: Positions of the captured outputs that the rewritten graph still gives.
         states: One entry per rewritten stream.
+        shards: Positions of the captured inputs that are distributed tensors; the rewritten graph
+            takes this process's shard of them.
     """
 
     kept_inputs: tuple[int, ...]
     num_outputs: int
     kept_outputs: tuple[int, ...]
     states: tuple[StateBinding, ...]
+    shards: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
