@@ -137,8 +137,10 @@ def compile(model: nn.Module, **options: Any) -> Any:
 
     Raises:
         OptionError: An option is unknown or has a bad value; raised at once, not at the first call.
+        HeadSplitError: Tensor parallelism would cut a KV head in pieces.
     """
     parse_options(options)
+    wrappers.refuse_split_heads(model)
     return torch.compile(model, backend="kvcompile", options=options)
 
 

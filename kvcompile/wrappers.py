@@ -8,10 +8,13 @@ kin run on the original module while that module's calls, in this thread, go to 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 from torch._dynamo.eval_frame import OptimizedModule
+
+from kvcompile.codegen.errors import KvcompileError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +22,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 GENERATORS = frozenset({"generate", "generate_batch"})
+
+
+class HeadSplitError(KvcompileError):
+    """Tensor parallelism would cut a KV head in pieces."""
 
 
 class _ThreadGate:
@@ -82,6 +89,30 @@ def innermost(function: object) -> object:
         function = inner
 
 
+def refuse_split_heads(model: Any) -> None:
+    """Raise if transformers has sharded a model with fewer KV heads than would go round.
+
+    Its own forward, and Dynamo with it, finds that out as a `view` of a wrong size.
+
+    Raises:
+        HeadSplitError: Names the heads and the processes.
+    """
+    processes = getattr(model, "_tp_size", None) or 1
+    tensor_parallel = sys.modules.get("transformers.distributed.tensor_parallel")
+    heads_of = getattr(tensor_parallel, "get_kv_heads_per_rank", None)
+    if processes == 1 or heads_of is None:
+        return
+    heads = getattr(model.config.get_text_config(decoder=True), "num_key_value_heads", None)
+    if isinstance(heads, int) and heads_of(model.tp_plan, heads, processes) is None:
+        hint = "take a number of processes that divides the heads"
+        if heads == 1:
+            hint += ', or give each the whole head: "colwise_gather_output" for k_proj and v_proj'
+        raise HeadSplitError(
+            f"tp_plan splits k_proj and v_proj among {processes} processes, which {heads} KV "
+            f"head{'s' * (heads != 1)} cannot be divided among; {hint}"
+        )
+
+
 def install(backend: Callable[..., Any]) -> None:
     """Let wrappers whose compiler is `backend` run their generators compiled; idempotent."""
     if getattr(OptimizedModule.__getattr__, "_kvcompile", False):
@@ -97,6 +128,7 @@ def install(backend: Callable[..., Any]) -> None:
 
         @functools.wraps(found)
         def run(*args: Any, **kwargs: Any) -> Any:
+            refuse_split_heads(module)
             with _Compiled(module, self.dynamo_ctx(module._call_impl)):
                 return found(*args, **kwargs)
 
