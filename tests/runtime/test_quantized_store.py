@@ -230,6 +230,17 @@ def test_however_the_tokens_come_the_bytes_are_the_same(
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+def test_a_head_alone_has_the_bytes_that_it_has_among_others() -> None:
+    k, v = new_tokens(2, 5 * PAGE)
+    records = []
+    for heads in (slice(0, HEADS), *(slice(h, h + 1) for h in range(HEADS))):
+        store = quantized_store(heads=heads.stop - heads.start)
+        push(store, k[:, heads], v[:, heads])
+        pages = [store.arena.page(page) for row in store.pages.rows for page in row]
+        records.append(torch.stack(pages).view(len(pages), heads.stop - heads.start, -1))
+    assert torch.equal(records[0], torch.cat(records[1:], dim=1))
+
+
 def test_bytes_by_part_and_what_is_freed() -> None:
     store = quantized_store(batch=1, sinks=4, residual=16)
     record = store.layout.page_bytes(HEADS)

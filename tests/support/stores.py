@@ -42,6 +42,7 @@ def quantized_store(
     sinks: int = 3,
     residual: int = 5,
     dtype: torch.dtype = torch.float32,
+    heads: int = HEADS,
 ) -> QuantizedStore:
     """Return a store of quantized records."""
     exact = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
@@ -50,10 +51,10 @@ def quantized_store(
     )
     store = QuantizedStore(
         layout,
-        HEADS,
+        heads,
         dtype,
         "cpu",
-        (Arena(layout.page_bytes(HEADS)), Arena(layout.exact.page_bytes(HEADS))),
+        (Arena(layout.page_bytes(heads)), Arena(layout.exact.page_bytes(heads))),
         batch=batch,
         capacity=capacity,
     )
