@@ -155,7 +155,7 @@ def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Miss
             "other, can lie in pages",
         )
     if path.node.op == "placeholder":
-        return Missed("KVC202", f"the {what} are an input that the graph only reads", path.node)
+        return _only_read(path, what)
     return _not_cached(program, what, path.node)
 
 
@@ -164,6 +164,19 @@ def _written_elsewise(node: fx.Node) -> fx.Node | None:
     while is_call(node, aten.slice.Tensor, aten.narrow.default, aten.transpose.int):
         node = the_node(node.args[0])
     return writer(node) if node.op == "placeholder" else None
+
+
+def _only_read(path: _Path, what: str) -> StateUpdate | Missed:
+    """Return an input that the graph adds nothing to, if it is in pages already."""
+    node = path.node
+    if not node.meta.get(IS_HANDLE):
+        return Missed(
+            "KVC202",
+            f"the {what} are a dense input that the graph only reads",
+            node,
+            hint="if they are a cache, let kvcompile compile the step that fills it, too",
+        )
+    return StateUpdate("read", node, node, node, None, 1 if path.swapped else 2, ())
 
 
 def _not_cached(program: Program, what: str, node: fx.Node) -> Missed:
@@ -297,25 +310,32 @@ def _other_reader(program: Program, site: AttentionSite, update: StateUpdate) ->
     for node in (update.state, update.new, update.past):
         if node is not None and (found := writer(node, update.state)) is not None:
             return found
-    if update.past is not None:
+    if update.past is not None and update.kind != "read":
         for user in update.past.users:
             if user is not update.state and not _is_size_or_step(user, update):
                 return user
     if update.kind == "fresh":
         return None
-    allowed = {site.out, program.output_node}
+    # A grown state is handed on; one that is only read is nobody else's.
+    allowed = {site.out} if update.kind == "read" else {site.out, program.output_node}
     seen: set[fx.Node] = set()
     stack = [update.state]
     while stack:
         node = stack.pop()
         for user in node.users:
-            if user in seen or user in allowed:
+            if user in seen or user in allowed or _is_size(user, update):
                 continue
             seen.add(user)
-            if not _feeds_only(user, site.out):
+            if not _feeds_only(user, site):
                 return user
             stack.append(user)
     return None
+
+
+def _is_size(user: fx.Node, update: StateUpdate) -> bool:
+    """Whether a reader of a state that is only read takes its size, which other inputs carry."""
+    is_its = update.kind == "read" and user.args[:1] == (update.state,)
+    return is_its and is_call(user, aten.sym_size.int)
 
 
 def _is_size_or_step(user: fx.Node, update: StateUpdate) -> bool:
@@ -326,20 +346,23 @@ def _is_size_or_step(user: fx.Node, update: StateUpdate) -> bool:
     return is_step and all(u is update.state or _is_size_or_step(u, update) for u in user.users)
 
 
-def _feeds_only(node: fx.Node, out: fx.Node) -> bool:
+def _feeds_only(node: fx.Node, site: AttentionSite) -> bool:
     """Whether a reader of the state is part of the attention: a size, or a layout step."""
     val = node.meta.get("val")
     if isinstance(val, int | torch.SymInt):
         return not node.users
     if not isinstance(val, torch.Tensor):
         return False
-    return bool(node.users) and _reaches(node, out, depth=12)
+    return bool(node.users) and _reaches(node, site, depth=12)
 
 
-def _reaches(node: fx.Node, out: fx.Node, depth: int) -> bool:
-    """Whether every path from a node ends in `out` within a few steps."""
-    if node is out:
+def _reaches(node: fx.Node, site: AttentionSite, depth: int) -> bool:
+    """Whether every path from a node ends in the attention's result within a few steps.
+
+    Not by way of its query or mask: those stay, and with them whatever they are made of.
+    """
+    if node is site.out:
         return True
-    if depth == 0 or not node.users:
+    if depth == 0 or not node.users or node is site.q or node is site.mask:
         return False
-    return all(user is out or _reaches(user, out, depth - 1) for user in node.users)
+    return all(_reaches(user, site, depth - 1) for user in node.users)

@@ -38,8 +38,11 @@ class LowerKernels:
             if plan is None:
                 continue
             rope = program.ropes.get(site.index)
-            mine = [KernelUse(site.index, "append", _append_spec(plan, rope, options))]
-            if program.streams[site.index].has_past:
+            stream = program.streams[site.index]
+            mine = []
+            if not stream.only_read:
+                mine.append(KernelUse(site.index, "append", _append_spec(plan, rope, options)))
+            if stream.has_past:
                 spec = _attend_spec(site, plan, rope, options)
                 mine.append(KernelUse(site.index, "attend", spec))
             uses += mine

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from kvcompile.codegen.state import STATE_WORDS
 from kvcompile.passes.base import PassOptions, missed, passed
 from kvcompile.passes.canonicalize import IS_HANDLE, is_impure
-from kvcompile.passes.ir.ops import APPEND, APPEND_ATTEND
+from kvcompile.passes.ir.ops import APPEND, APPEND_ATTEND, ATTEND
 from kvcompile.passes.ir.program import Binding, Program, SizeSource, StateBinding
 from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.ir.stage import Stage
@@ -58,16 +58,19 @@ class RewritePaged:
                 continue
             frequencies = program.plans[index].frequencies
             states.append(_state_binding(site, stream, captured, frequencies))
-            how = "append and attend" if stream.has_past else "append; attention on the new tokens"
-            program.remarks.append(passed(self.name, "KVC400", site, how))
+            program.remarks.append(passed(self.name, "KVC400", site, _how(stream)))
         _close(program, captured, num_outputs, tuple(states))
+
+
+def _how(stream: CacheStream) -> str:
+    if stream.only_read:
+        return "attend; nothing is appended"
+    return "append and attend" if stream.has_past else "append; attention on the new tokens"
 
 
 def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Missed | None:
     """Rewrite one site; return why not if it cannot be."""
-    fresh_static = stream.k.kind == "fresh_index_copy"
-    knows_end = stream.k.prefix is not None if stream.has_past else _reads_only_new(stream)
-    if stream.is_static and site.mask_kind == "none" and not knows_end:
+    if stream.is_static and site.mask_kind == "none" and not _knows_end(stream):
         return Missed(
             "KVC401",
             "without a mask the attention sees the unwritten part of the static buffer",
@@ -94,19 +97,9 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
     past_len = _past_length(program, stream)
     if isinstance(past_len, Missed):
         return past_len
+    state = _state_placeholder(program, site)
     with program.graph.inserting_before(site.out):
-        k, v = _heads_first(stream.k), _heads_first(stream.v)
-        mask = _mask(site)
-    state = _state_placeholder(program, site, stream)
-    with program.graph.inserting_before(site.out):
-        out: fx.Node | None = None
-        if stream.has_past:
-            out = _append_attend(program, site, stream, (k, v, state), past_len, mask)
-        else:
-            # A static buffer that is only written has no past, and yet says where it is written.
-            program.graph.call_function(APPEND, (k, v, state, past_len, stream.k.position, mask))
-            if fresh_static:
-                out = _attend_new(program, site, k, v, mask)
+        out = _call(program, site, stream, state, past_len)
     if out is not None:
         out.meta = {key: val for key, val in site.out.meta.items() if key != "from_node"}
         site.out.replace_all_uses_with(out)
@@ -116,6 +109,28 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
         for update in (stream.k, stream.v):
             if update.state is not update.new:
                 update.state.replace_all_uses_with(update.new)
+    return None
+
+
+def _call(
+    program: Program,
+    site: AttentionSite,
+    stream: CacheStream,
+    state: fx.Node,
+    past_len: fx.node.Argument,
+) -> fx.Node | None:
+    """Insert the operators of a site; return the new result, or None if the old one stays."""
+    mask = _mask(site)
+    if stream.only_read:
+        how = (mask, site.mask_kind == "causal", site.scale, past_len, site.head_dim_vo)
+        return program.graph.call_function(ATTEND, (site.q, state, *how))
+    k, v = _heads_first(stream.k), _heads_first(stream.v)
+    if stream.has_past:
+        return _append_attend(program, site, stream, (k, v, state), past_len, mask)
+    # A static buffer that is only written has no past, and yet says where it is written.
+    program.graph.call_function(APPEND, (k, v, state, past_len, stream.k.position, mask))
+    if stream.k.kind == "fresh_index_copy":
+        return _attend_new(program, site, k, v, mask)
     return None
 
 
@@ -184,13 +199,18 @@ def _mask_misfit(site: AttentionSite, stream: CacheStream) -> Missed | None:
     return Missed("KVC403", f"the mask has {columns} columns for {tokens} cached tokens", site.mask)
 
 
-def _reads_only_new(stream: CacheStream) -> bool:
-    """Whether the attention sees a slice of a new buffer as long as the new tokens."""
-    prefix, new = stream.k.prefix, value(stream.k.new)
-    if prefix is None or new is None:
+def _knows_end(stream: CacheStream) -> bool:
+    """Whether the attention reads no more of a static buffer than is written, mask or not."""
+    prefix, new, state = stream.k.prefix, value(stream.k.new), value(stream.k.state)
+    if new is None or state is None:
         return False
+    new_len = new.shape[stream.k.token_dim]
+    if same_size(new_len, state.shape[stream.k.token_dim]):
+        return True  # they fill it
+    if stream.has_past or prefix is None:
+        return prefix is not None
     end = prefix.args[3] if len(prefix.args) > 3 else None
-    return isinstance(end, int) and end == new.shape[stream.k.token_dim]
+    return isinstance(end, int) and end == new_len
 
 
 def _tokens_seen(program: Program, stream: CacheStream) -> fx.node.Argument:
@@ -200,9 +220,9 @@ def _tokens_seen(program: Program, stream: CacheStream) -> fx.node.Argument:
         return _size(program, the_node(stream.k.past), stream.k.token_dim)
     size = prefix.meta["val"].shape[stream.k.token_dim]
     end = prefix.args[3] if len(prefix.args) > 3 else None
-    if (number := fixed(size)) is not None:
-        return number
-    return end if isinstance(end, fx.Node) and same_size(end.meta["val"], size) else None
+    if isinstance(end, fx.Node) and same_size(end.meta["val"], size):
+        return end
+    return fixed(size)
 
 
 def _heads_first(update: StateUpdate) -> fx.Node:
@@ -231,7 +251,7 @@ def _mask(site: AttentionSite) -> fx.Node | None:
     return mask
 
 
-def _state_placeholder(program: Program, site: AttentionSite, stream: CacheStream) -> fx.Node:
+def _state_placeholder(program: Program, site: AttentionSite) -> fx.Node:
     """Add the input that carries the store's state tensor."""
     last = program.placeholders[-1]
     with program.graph.inserting_after(last):
@@ -308,6 +328,7 @@ def _state_binding(
         position=None
         if written is None or stream.k.prefix is not None
         else position_source(captured, written),
+        only_read=stream.only_read,
     )
 
 

@@ -1,4 +1,4 @@
-"""Who may append: a past that is used twice is truncated or forked, never overwritten."""
+"""Who may append, who may read: a past used twice is truncated or forked, never overwritten."""
 
 from __future__ import annotations
 
@@ -28,23 +28,47 @@ def claim(k: KVTensor, v: KVTensor) -> PagedStore:
     In place if the store ends where the handles end. If it is longer: truncated when no live
     handle needs the rest, else forked. If a handle was written, or K and V have drifted into
     different stores, their dense values are stored anew. A store that another step has claimed
-    and not yet committed is forked.
+    and not yet committed, or is reading, is forked.
 
     Raises:
         StaleHandleError: A handle belongs to a compiler's trace and has no store.
         CacheGapError: K and V have different lengths.
-        CacheInUseError: Another step has claimed the static store.
+        CacheInUseError: Another step has claimed the static store, or is reading it.
     """
     store = k.store
     roles = k.role == "k" and v.role == "v"
     whole = store is not None and store is v.store and k.cell is None and v.cell is None
-    if store is not None and whole and roles and not store.claimed:
+    if store is not None and whole and roles and not (store.claimed or store.readers):
         if store.capacity is not None:
             if not store.cells:
                 return store
         elif k.tokens == v.tokens == store.k_len == store.v_len:
             return store
     return _claim_slowly(k, v)
+
+
+def lend(k: KVTensor, v: KVTensor) -> PagedStore:
+    """Return a store of the tokens that the two handles stand for, to be read and nothing else.
+
+    Their own store, if it holds just these tokens; any number of steps may read it. Otherwise a
+    fork, or a store of their dense values, which is gone with the step.
+
+    Raises:
+        StaleHandleError: A handle belongs to a compiler's trace and has no store.
+        CacheGapError: K and V have different lengths.
+        CacheInUseError: Another step is writing to the static store.
+    """
+    store = _store_of(k)
+    _check_lengths(k, v)
+    if _is_stored_otherwise(k, v):
+        return _store_anew(k, v, in_place=False)
+    is_static = store.capacity is not None
+    if is_static and store.claimed:
+        raise CacheInUseError(_IN_USE)
+    if store.claimed or not (is_static or k.length == store.k_len == store.v_len):
+        store = store.fork()
+        store.truncate(k.length)
+    return store
 
 
 def writable_store(past: KVTensor) -> PagedStore:
@@ -67,10 +91,12 @@ def writable_store(past: KVTensor) -> PagedStore:
 def drop_cropped(budget: Budget) -> None:
     """Give back pages of tokens that no handle stands for any more, as the next claim would.
 
-    Only stores that no step has claimed are looked at; nobody else may be claiming meanwhile.
+    Only stores that no step has claimed or reads are looked at; nobody else may be claiming meanwhile.
     """
     for store in living():
-        if not isinstance(store, PagedStore) or store.arena.budget is not budget or store.claimed:
+        if not isinstance(store, PagedStore) or store.arena.budget is not budget:
+            continue
+        if store.claimed or store.readers:
             continue
         reach = [handle.tokens for handle in store.live_handles()]
         if store.capacity is None and reach and max(store.k_len, store.v_len) > max(reach):
@@ -79,21 +105,13 @@ def drop_cropped(budget: Budget) -> None:
 
 
 def _claim_slowly(k: KVTensor, v: KVTensor) -> PagedStore:
-    store, other = _store_of(k), _store_of(v)
-    if k.length != v.length and store.capacity is None:
-        raise CacheGapError(
-            f"K has {k.length} past tokens and V has {v.length}; crop both to the same length"
-        )
-    swapped = k.role != "k" or v.role != "v"
-    drifted = store is not other and not store.same_tokens(other)
-    if swapped or drifted or k.is_written or v.is_written:
-        return _store_anew(k, v)
+    store = _store_of(k)
+    _check_lengths(k, v)
+    if store.capacity is not None and (store.claimed or store.readers):
+        raise CacheInUseError(_IN_USE)
+    if _is_stored_otherwise(k, v):
+        return _store_anew(k, v, in_place=store.capacity is not None)
     if store.capacity is not None:
-        if store.claimed:
-            raise CacheInUseError(
-                "a static cache was given to two steps at once, or twice to one step; its buffer "
-                "can take the tokens of one step only: copy the cache first"
-            )
         if v.store is not store:
             v.rebind(store)
         # Unwritten copies made for views go stale with the next append.
@@ -103,12 +121,33 @@ def _claim_slowly(k: KVTensor, v: KVTensor) -> PagedStore:
         return store
     length = k.length
     longer = max(store.k_len, store.v_len) > length
-    if store.claimed or (longer and _needed_beyond(store, length, (k, v))):
+    if store.claimed or store.readers or (longer and _needed_beyond(store, length, (k, v))):
         # Another step is under way from the same past, or somebody needs the rest.
         store = store.fork()
     if longer:
         store.truncate(length)
     return store
+
+
+_IN_USE = (
+    "a static cache was given to two steps at once, or twice to one step; its buffer can take the "
+    "tokens of one step only: copy the cache first"
+)
+
+
+def _check_lengths(k: KVTensor, v: KVTensor) -> None:
+    if k.length != v.length and _store_of(k).capacity is None:
+        raise CacheGapError(
+            f"K has {k.length} past tokens and V has {v.length}; crop both to the same length"
+        )
+
+
+def _is_stored_otherwise(k: KVTensor, v: KVTensor) -> bool:
+    """Whether no store holds the values of both handles as its K and its V."""
+    store, other = _store_of(k), _store_of(v)
+    swapped = k.role != "k" or v.role != "v"
+    drifted = store is not other and not store.same_tokens(other)
+    return swapped or drifted or k.is_written or v.is_written
 
 
 def _store_of(handle: KVTensor) -> PagedStore:
@@ -130,7 +169,7 @@ def _needed_beyond(
     )
 
 
-def _store_anew(k: KVTensor, v: KVTensor) -> PagedStore:
+def _store_anew(k: KVTensor, v: KVTensor, *, in_place: bool) -> PagedStore:
     """Store the dense values of both handles in a fresh store, or in place if static."""
     dense_k, dense_v = k.read("store anew"), v.read("store anew")
     store = _store_of(k)
@@ -140,6 +179,8 @@ def _store_anew(k: KVTensor, v: KVTensor) -> PagedStore:
         return anew
     length = max(store.length, filled(store, dense_k, dense_v))
     append_dense(anew, dense_k, dense_v, length)
+    if not in_place:
+        return anew
     # Other handles stand for the same buffer: it takes the pages, now that all of them are there.
     store.truncate(0)
     store.cells.clear()

@@ -21,7 +21,7 @@ from kvcompile.runtime.adopted import Moves
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.as_written import INPUT, dense_input
 from kvcompile.runtime.budget import Budget
-from kvcompile.runtime.claim import append_dense, claim, drop_cropped, filled
+from kvcompile.runtime.claim import append_dense, claim, drop_cropped, filled, lend
 from kvcompile.runtime.gpu_steps import gpu_steps_of
 from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.quantized_store import QuantizedStore
@@ -60,6 +60,7 @@ class Executor:
         self._num_outputs = binding.num_outputs
         self._states = binding.states
         self._shards = frozenset(binding.shards)
+        self._appending = tuple(i for i, s in enumerate(binding.states) if not s.only_read)
         # The plan's node would keep the whole graph alive; the binding knows the input.
         self._plans = tuple(replace(program.plans[s.site], frequencies=None) for s in self._states)
         self._kinds = tuple(
@@ -81,22 +82,21 @@ class Executor:
             # `to_local` makes a new view of a parameter; what is derived from weights goes by
             # their identity.
             args = tuple(a._local_tensor if i in self._shards else a for i, a in enumerate(args))
-        stores = self._claim_all(args)
+        stores = self._bind_all(args)
         counted = [(args[i], args[i].item()) for i in self._counters]
         try:
             return self._step(args, stores)
         except BaseException:
-            for store in stores:
+            for store in self._appended(stores):
                 store.abandon()
             for counter, number in counted:
                 counter.fill_(number)
             raise
         finally:
-            for store in stores:
-                store.claimed = False
+            self._release(stores)
 
-    def _claim_all(self, args: Sequence[Any]) -> list[PagedStore]:
-        """Return a store per stream, marked as claimed until the step is over.
+    def _bind_all(self, args: Sequence[Any]) -> list[PagedStore]:
+        """Return a store per stream, marked as claimed, or as read, until the step is over.
 
         Lengths move at the end of a step only, so without the mark a second step from the same
         past, in another thread or for another stream of this graph, would write to the same slots.
@@ -110,14 +110,32 @@ class Executor:
             try:
                 for state, plan, kind in zip(self._states, self._plans, self._kinds, strict=True):
                     store = self._store(state, plan, kind, args, shared)
-                    store.claimed, store.appended = True, store.length
+                    if state.only_read:
+                        store.readers += 1
+                    else:
+                        store.claimed, store.appended = True, store.length
                     stores.append(store)
                 shared.moves.make()
             except BaseException:
-                for store in stores:
-                    store.claimed = False
+                self._unmark(stores)
                 raise
         return stores
+
+    def _release(self, stores: Sequence[PagedStore]) -> None:
+        """Say that a step is over."""
+        with _claiming:  # readers are counted
+            self._unmark(stores)
+
+    def _unmark(self, stores: Sequence[PagedStore]) -> None:
+        for state, store in zip(self._states, stores, strict=False):
+            if state.only_read:
+                store.readers -= 1
+            else:
+                store.claimed = False
+
+    def _appended(self, stores: Sequence[PagedStore]) -> list[PagedStore]:
+        """Return the stores that the graph appends to."""
+        return [stores[i] for i in self._appending]
 
     def _step(self, args: Sequence[Any], stores: list[PagedStore]) -> tuple[Any, ...]:
         """Run the graph and commit what it appended."""
@@ -134,7 +152,7 @@ class Executor:
         for position, result in zip(self._kept_outputs, results, strict=True):
             outputs[position] = result
         with _claiming:  # another thread may fork what is committed, all of it or nothing
-            for store in stores:
+            for store in self._appended(stores):
                 store.commit(store.appended)
         for state, store in zip(self._states, stores, strict=True):
             # One handle each: an output may be a copy of another one, and is written on its own.
@@ -152,13 +170,19 @@ class Executor:
         args: Sequence[Any],
         shared: _Shared,
     ) -> PagedStore:
-        """Return the store that ends where the stream's past ends."""
+        """Return the store that ends where the stream's past ends.
+
+        Attention takes its kernels by the store: one that is only read may be of any format.
+        """
         if state.k_input is None or state.v_input is None:
             return self._new_store(state, plan, args, shared)
         k, v = args[state.k_input], args[state.v_input]
-        handles = isinstance(k, KVTensor) and isinstance(v, KVTensor)
-        if handles and _is_of(kind, k.store) and (v.store is k.store or _is_of(kind, v.store)):
-            return claim(k, v)
+        if isinstance(k, KVTensor) and isinstance(v, KVTensor):
+            if state.only_read:
+                if _grows_along(state.token_dim, k, v):
+                    return lend(k, v)
+            elif _is_of(kind, k.store) and (v.store is k.store or _is_of(kind, v.store)):
+                return claim(k, v)
         store = self._new_store(state, plan, args, shared)
         is_static = state.capacity is not None
         if is_static:
@@ -250,6 +274,11 @@ class _Shared:
 def _is_of(kind: tuple[object, ...], store: PagedStore | None) -> bool:
     """Whether a store is of the kind that the graph was compiled for."""
     return store is not None and store.kind == kind
+
+
+def _grows_along(token_dim: int, *handles: KVTensor) -> bool:
+    """Whether handles count their tokens in the dimension that the graph takes for them."""
+    return all(h.store is not None and h.store.token_dim == token_dim for h in handles)
 
 
 _claiming = threading.Lock()

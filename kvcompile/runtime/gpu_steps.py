@@ -265,7 +265,8 @@ def gpu_steps_of(program: Program, inner: Inner, *, records: bool) -> GpuSteps |
     sites = [state.site for state in binding.states]
     devices = {p.device for site in sites if (p := program.plans[site]).layout.order == "gpu16"}
     # A step that looks at the last of its tokens only has fewer queries than new tokens.
-    news = [program.streams[site].k for site in sites]
+    streams = [program.streams[site] for site in sites]
+    news = [stream.k for stream in streams if not stream.only_read]
     new_lens = {fixed(new.new.meta["val"].shape[new.token_dim]) for new in news}
     new_lens |= {fixed(program.sites[site].q.meta["val"].shape[2]) for site in sites}
     new_len = new_lens.pop() if len(new_lens) == 1 else None

@@ -1,4 +1,4 @@
-"""The operators that a rewritten graph calls: append, append_attend, materialize, linear.
+"""The operators that a rewritten graph calls: append, append_attend, attend, materialize, linear.
 
 Those of a cache get a state tensor, find its store by word 7 and leave everything else to the
 store: a compiler may hand over a clone of the state tensor, whose addresses are out of date.
@@ -22,7 +22,7 @@ from kvcompile.runtime.errors import CacheGapError
 from kvcompile.runtime.linear import linear
 from kvcompile.runtime.masks import check_masks, check_unwritten, learn_starts
 from kvcompile.runtime.registry import find, read_anchor
-from kvcompile.runtime.rope import rope_of, rotate
+from kvcompile.runtime.rope import Rope, rope_of, rotate
 from kvcompile.runtime.store import PagedStore
 
 _REGISTRY_WORD = 8 * KEY
@@ -174,11 +174,52 @@ def _append_attend(  # noqa: PLR0913 - the schema
     if position is not None:
         # A static buffer shows its later tokens too, as far as it is read and the mask lets it.
         stored = min(max(stored, store.length), kv_len)
+    return _attend_stored(store, q, mask, is_causal, scale, (stored, kv_len), rope)
+
+
+def _attend(
+    q: torch.Tensor,
+    state: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+    kv_len: int,
+    head_dim_vo: int,
+) -> torch.Tensor:
+    """Attend with q [B, H, S, Dk] over a store that is only read; see `_append_attend`."""
+    store = _store_of(state)
+    assert store.layout.head_dim_vo == head_dim_vo
+    lengths = min(store.length, kv_len), kv_len
+    return _attend_stored(store, q, mask, is_causal, scale, lengths, None)
+
+
+def _attend_stored(
+    store: PagedStore,
+    q: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+    lengths: tuple[int, int],
+    rope: Rope | None,
+) -> torch.Tensor:
+    """Attend over the first tokens of a store.
+
+    Args:
+        store: The store; what was appended need not be committed.
+        q: Queries [B, H, S, Dk].
+        mask: None, bool or additive, [B or 1, H or 1, S, columns].
+        is_causal: PyTorch's flag.
+        scale: Factor on the scores.
+        lengths: Tokens that are stored, and columns of the mask.
+        rope: What q turns by on its way in, if it comes unrotated.
+    """
+    queries, (stored, kv_len) = q.shape[2], lengths
     if not queries or not stored:
         batch, heads = q.shape[:2]
         return q.new_zeros(batch, queries, heads, store.layout.head_dim_vo).transpose(1, 2)
-    if mask is not None and store.step is not None:
-        store.step.watch.look(store, mask, stored)
+    step = store.step  # another step that reads the same store may end meanwhile
+    if mask is not None and step is not None:
+        step.watch.look(store, mask, stored)
     elif mask is not None or store.is_padded or kv_len > stored:
         check_masks(store, mask, is_causal, stored, kv_len)
     if launch.reads_pages(store, queries):
@@ -205,6 +246,7 @@ def _materialize(
 for device_key in ("CPU", "CUDA"):
     library.impl("append", _append, device_key)
     library.impl("append_attend", _append_attend, device_key)
+    library.impl("attend", _attend, device_key)
 library.impl("linear", linear, "CPU")
 library.impl("materialize", _materialize, "CPU")
 

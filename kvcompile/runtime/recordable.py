@@ -47,6 +47,8 @@ def recording_of(program: Program, device: torch.device) -> Recording | NotRecor
     """Return how the decode steps of a lowered program are recorded, or why they cannot be."""
     binding = program.binding
     assert binding is not None
+    if any(state.only_read for state in binding.states):
+        return NotRecorded("the graph reads caches that it does not append to")
     if any(state.capacity is None for state in binding.states):
         return NotRecorded(
             "the cache grows, and with it the sizes in the graph",

@@ -60,6 +60,7 @@ class PagedStore(PageRows):
         v_len: The same of V. Eager code appends K and V one after the other.
         appended: Tokens written by the last `append`, committed or not.
         claimed: Whether a step is under way that will append to it and commit.
+        readers: Steps under way that only read it.
         step: What it is lent for the step under way, on a GPU.
         kind: What a graph was compiled for; only stores of the same kind can take its tokens.
         key: Registry key.
@@ -96,6 +97,7 @@ class PagedStore(PageRows):
         self.appended = 0
         self._prepared: tuple[int, int] | None = None
         self.claimed = False
+        self.readers = 0
         self.materializations = Materializations()
         self.kind = store_kind(layout, num_kv_heads, dtype, capacity is not None, token_dim)
         self._handles: list[weakref.ref[KVTensor]] = []

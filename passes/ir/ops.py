@@ -28,6 +28,12 @@ library.define(
     " Tensor? cos=None, Tensor? sin=None, bool rope_interleaved=False) -> Tensor",
     tags=_ANY_STRIDES,
 )
+# What is only read may be read by several steps at once: no state that a compiler would clone.
+library.define(
+    "attend(Tensor q, Tensor state, Tensor? mask, bool is_causal, float scale, SymInt kv_len,"
+    " int head_dim_vo) -> Tensor",
+    tags=_ANY_STRIDES,
+)
 library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 library.define(
     "materialize(Tensor anchor, SymInt[] sizes, ScalarType dtype, Device device) -> Tensor"
@@ -35,6 +41,7 @@ library.define(
 
 APPEND = torch.ops.kvcompile.append.default
 APPEND_ATTEND = torch.ops.kvcompile.append_attend.default
+ATTEND = torch.ops.kvcompile.attend.default
 LINEAR = torch.ops.kvcompile.linear.default
 MATERIALIZE = torch.ops.kvcompile.materialize.default
 
@@ -67,8 +74,25 @@ def _append_attend_fake(  # noqa: PLR0913 - the schema
     sin: torch.Tensor | None = None,
     rope_interleaved: bool = False,
 ) -> torch.Tensor:
+    return _result(q, v.shape[3])
+
+
+@torch.library.register_fake("kvcompile::attend", lib=library)  # type: ignore[untyped-decorator]
+def _attend_fake(
+    q: torch.Tensor,
+    state: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+    kv_len: int,
+    head_dim_vo: int,
+) -> torch.Tensor:
+    return _result(q, head_dim_vo)
+
+
+def _result(q: torch.Tensor, head_dim_vo: int) -> torch.Tensor:
     batch, heads, queries, _ = q.shape
-    return q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
+    return q.new_empty(batch, queries, heads, head_dim_vo).transpose(1, 2)
 
 
 @torch.library.register_fake("kvcompile::linear", lib=library)  # type: ignore[untyped-decorator]

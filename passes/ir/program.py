@@ -64,6 +64,7 @@ class StateBinding:
             turning mean of the keys is kept.
         position: Where the first new token is written to a static buffer, if it can be read
             before the graph runs.
+        only_read: Whether the graph adds nothing to the state.
     """
 
     site: int
@@ -76,6 +77,7 @@ class StateBinding:
     batch: SizeSource
     frequencies: int | None = None
     position: PositionSource | None = None
+    only_read: bool = False
 
 
 @dataclass(frozen=True)

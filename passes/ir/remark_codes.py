@@ -23,7 +23,7 @@ REMARK_CODES: dict[str, str] = {
     "KVC116": "scores capped by tanh",
     "KVC200": "cached K and V found",
     "KVC201": "K or V is not kept",
-    "KVC202": "K or V is an input that is only read",
+    "KVC202": "K or V is a dense input that is only read",
     "KVC205": "K and V are cached in different ways",
     "KVC206": "something else reads the cached tensor",
     "KVC207": "the cached tensors are shared by several attentions",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import fx
 
-UpdateKind = Literal["fresh", "cat", "index_copy", "fresh_index_copy"]
+UpdateKind = Literal["fresh", "cat", "index_copy", "fresh_index_copy", "read"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +18,8 @@ class StateUpdate:
     Attributes:
         kind: `fresh`: no past, the new tokens are the state; `cat`: past and new, concatenated;
             `index_copy`: new tokens written into a buffer that is an input; `fresh_index_copy`:
-            the same into a buffer of zeros made in this graph.
+            the same into a buffer of zeros made in this graph; `read`: the state is an input that
+            nothing is added to, as K and V of an encoder are: it stands for new and past too.
         state: The node that holds the updated state.
         new: The new tokens, laid out like the state.
         past: The placeholder of the past state, or None.
@@ -57,6 +58,11 @@ class CacheStream:
     def is_static(self) -> bool:
         """Whether the state is a buffer of fixed length that is written at given positions."""
         return self.k.position is not None
+
+    @property
+    def only_read(self) -> bool:
+        """Whether the graph adds nothing to the state."""
+        return self.k.kind == "read"
 
     @property
     def has_past(self) -> bool:

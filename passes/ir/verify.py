@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvcompile.codegen.errors import KvcompileError
-from kvcompile.passes.ir.ops import APPEND, APPEND_ATTEND
+from kvcompile.passes.ir.ops import APPEND, APPEND_ATTEND, ATTEND
 from kvcompile.passes.ir.stage import Stage
 
 if TYPE_CHECKING:
@@ -107,13 +107,20 @@ def _rewritten(program: Program) -> None:
     _require(inputs == len(program.placeholders), program, None, "the binding covers the inputs")
     covers = len(binding.kept_outputs) == len(program.outputs)
     _require(covers, program, None, "the binding covers the outputs")
-    appended_to = [
-        n.args[2 if n.target is APPEND else 3]
-        for n in program.graph.nodes
-        if n.target in (APPEND, APPEND_ATTEND)
-    ]
-    once = len(set(appended_to)) == len(appended_to) == len(binding.states)
-    _require(once, program, None, "every store is appended to exactly once")
+    used = {True: _states(program, ATTEND), False: _states(program, APPEND, APPEND_ATTEND)}
+    for only_read, what in ((False, "appended to"), (True, "read")):
+        nodes, expected = used[only_read], [s for s in binding.states if s.only_read is only_read]
+        once = len(set(nodes)) == len(nodes) == len(expected)
+        _require(once, program, None, f"every store that is {what} is {what} exactly once")
+
+
+_STATE_ARGUMENT = {ATTEND: 1, APPEND: 2, APPEND_ATTEND: 3}
+
+
+def _states(program: Program, *targets: object) -> list[fx.node.Argument]:
+    """Return the states that calls of these operators are given, in order."""
+    calls = [n for n in program.graph.nodes if n.target in targets]
+    return [n.args[_STATE_ARGUMENT[n.target]] for n in calls]
 
 
 def _lowered(program: Program) -> None:

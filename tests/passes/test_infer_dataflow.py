@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from tests.support.attentions import Forgetful, Sdpa, Softmax, Static, TokensFirst, Window
-from tests.support.programs import Pair, capture, codes, past, qkv, static_handles
+from tests.support.attentions import Cross, Forgetful, Sdpa, Softmax, Static, TokensFirst, Window
+from tests.support.programs import Pair, capture, codes, handles, past, qkv, static_handles
 
 
 @pytest.mark.parametrize("model", [Sdpa(), Sdpa("expand"), Softmax()])
@@ -62,6 +62,66 @@ def test_dense_static_buffers_stay_dense_and_say_why() -> None:
     assert not program.plans
 
 
+@pytest.mark.parametrize("capacity", [None, 7])
+def test_handles_that_are_only_read(capacity: int | None) -> None:
+    program, _ = capture(Cross("expand").eval(), qkv(1)[0], handles(7, capacity))
+    stream = program.streams[0]
+    assert (stream.k.kind, stream.k.token_dim, stream.only_read) == ("read", 2, True)
+    assert stream.k.state is stream.k.past is not stream.v.past
+    assert not stream.is_static
+    assert program.binding is not None
+    (state,) = program.binding.states
+    assert (state.only_read, state.capacity, state.k_outputs) == (True, None, ())
+
+
+def test_dense_tensors_that_are_only_read_are_no_cache() -> None:
+    program, _ = capture(Cross().eval(), qkv(1)[0], past(7))
+    assert codes(program) == ["KVC100", "KVC202"]
+    assert "dense input" in program.remarks[1].reason
+
+
+def twice(q: torch.Tensor, cache: Pair) -> object:
+    """Two attentions read one cache."""
+    cross = Cross()
+    return cross(cross(q, cache), cache)
+
+
+def beside(q: torch.Tensor, cache: Pair) -> object:
+    """Something else reads the keys."""
+    return Cross()(q, cache), cache[0].amax()
+
+
+def handed_on(q: torch.Tensor, cache: Pair) -> object:
+    """A view of the keys is returned, and is not a cache of its own."""
+    return Cross()(q, cache), cache[0][..., :3]
+
+
+def one_tensor(q: torch.Tensor, cache: Pair) -> object:
+    """Keys are values."""
+    return Cross()(q, (cache[0], cache[0]))
+
+
+def one_is_dense(q: torch.Tensor, cache: Pair) -> object:
+    """Values are computed anew at every step."""
+    return Cross()(q, (cache[0], cache[1] * 2))
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (twice, ["KVC206", "KVC206"]),
+        (beside, ["KVC206"]),
+        (handed_on, ["KVC206"]),
+        (one_tensor, ["KVC207"]),
+        (one_is_dense, ["KVC209"]),
+    ],
+)
+def test_what_is_read_elsewhere_stays_as_it_is(step: object, expected: list[str]) -> None:
+    program, _ = capture(step, qkv(1, kv_heads=4)[0], handles(7, kv_heads=4))  # type: ignore[arg-type]
+    assert [code for code in codes(program) if code > "KVC200"] == expected
+    assert not program.plans
+
+
 def test_what_is_not_returned_is_not_cached() -> None:
     program, _ = capture(Forgetful().eval(), *qkv(5))
     assert codes(program) == ["KVC100", "KVC201"]
@@ -92,3 +152,12 @@ def test_a_second_reader_of_the_state_is_refused() -> None:
     program, _ = capture(step, *qkv(1), past(7))
     assert codes(program) == ["KVC100", "KVC206"]
     assert "norm" in program.remarks[1].reason
+
+
+def test_an_attention_that_feeds_the_query_is_a_second_reader() -> None:
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Pair) -> object:
+        k, v = torch.cat([cache[0], -k], dim=2), torch.cat([cache[1], -v], dim=2)
+        return Sdpa().attend(Sdpa().attend(q, k, v, None), k, v, None), k, v
+
+    program, _ = capture(step, *qkv(1), past(7))
+    assert [code for code in codes(program) if code > "KVC200"] == ["KVC206", "KVC206"]

@@ -2,9 +2,18 @@ import pytest
 import torch
 
 from kvcompile.passes.ir.program import SizeSource
-from tests.support.attentions import Sdpa, Softmax, Static, TokensFirst
+from tests.support.attentions import Cross, Sdpa, Softmax, Static, TokensFirst
 from tests.support.golden import Golden
-from tests.support.programs import calls, capture, past, printed, qkv, static_handles
+from tests.support.programs import (
+    calls,
+    capture,
+    codes,
+    handles,
+    past,
+    printed,
+    qkv,
+    static_handles,
+)
 
 MASK = torch.ones(2, 1, 1, 12, dtype=torch.bool)
 
@@ -65,6 +74,30 @@ def test_a_static_prefill_never_makes_the_dense_buffer() -> None:
     assert program.binding.states[0].capacity == SizeSource(12)
 
 
+def test_a_static_prefill_that_fills_its_buffer_needs_no_mask() -> None:
+    def prefill(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor
+    ) -> object:
+        buffers = torch.zeros(2, 2, 5, 8), torch.zeros(2, 2, 5, 8)
+        return Static("expand")(q, k, v, buffers, position, None), *buffers
+
+    program, _ = capture(prefill, *qkv(5), torch.arange(5))
+    assert codes(program)[-1] == "KVC500"
+    assert calls(program).count("kvcompile.append.default") == 1
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 1, 1, 7, dtype=torch.bool)])
+def test_what_is_only_read_is_attended_to_and_nothing_is_appended(
+    mask: torch.Tensor | None,
+) -> None:
+    program, _ = capture(Cross("expand").eval(), qkv(1)[0], handles(7), mask)
+    names = [name for name in calls(program) if name.startswith(("aten", "kvcompile"))]
+    assert names == ["kvcompile.attend.default"]
+    (use,) = program.kernels
+    assert use.role == "attend"
+    assert len(program.outputs) == 1
+
+
 @pytest.mark.parametrize("model", [Softmax("masked_fill"), Softmax("where"), Softmax("add")])
 def test_masks_arrive_with_four_dimensions_and_true_for_visible(model: torch.nn.Module) -> None:
     mask = torch.rand(1, 8) > 0.3
@@ -75,7 +108,7 @@ def test_masks_arrive_with_four_dimensions_and_true_for_visible(model: torch.nn.
 
 
 @pytest.mark.parametrize(
-    "case", ["prefill", "decode", "tokens_first", "static"], ids=lambda case: str(case)
+    "case", ["prefill", "decode", "tokens_first", "static", "only_read"], ids=lambda case: str(case)
 )
 def test_printed(case: str, golden: Golden) -> None:
     tokens_first = tuple(x.transpose(1, 2).contiguous() for x in past(7))
@@ -88,5 +121,6 @@ def test_printed(case: str, golden: Golden) -> None:
         "static": lambda: printed(
             Static("expand").eval(), *qkv(1), static_handles(4, 12), torch.tensor([4]), MASK
         ),
+        "only_read": lambda: printed(Cross("expand").eval(), qkv(1)[0], handles(12), MASK),
     }[case]()
     golden("\n".join(texts))

@@ -123,3 +123,12 @@ class Static(Sdpa):
         buffers[0].index_copy_(2, position, k)
         buffers[1].index_copy_(2, position, v)
         return self.attend(q, buffers[0], buffers[1], mask)
+
+
+class Cross(Sdpa):
+    """Only reads K and V that were cached before, as attention to an encoder does."""
+
+    def forward(  # type: ignore[override]
+        self, q: Tensor, cache: Pair, mask: Tensor | None = None
+    ) -> Tensor:
+        return self.attend(q, cache[0], cache[1], mask)

@@ -79,8 +79,10 @@ def calls(program: Program) -> list[str]:
     return [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
 
 
-def static_handles(tokens: int, capacity: int, *, kv_heads: int = 2, dim: int = 8) -> Pair:
-    """Return handles of a static cache that holds some tokens of a batch of two."""
+def handles(
+    tokens: int, capacity: int | None = None, *, kv_heads: int = 2, dim: int = 8
+) -> tuple[KVTensor, KVTensor]:
+    """Return handles of a cache, static or not, that holds some tokens of a batch of two."""
     layout = RecordLayout("fp32", "fp32", dim, dim, 32)
     store = PagedStore(
         layout,
@@ -94,6 +96,11 @@ def static_handles(tokens: int, capacity: int, *, kv_heads: int = 2, dim: int = 
     store.append(torch.randn(2, kv_heads, tokens, dim), torch.randn(2, kv_heads, tokens, dim), 0)
     store.commit(tokens)
     return KVTensor.of(store, "k"), KVTensor.of(store, "v")
+
+
+def static_handles(tokens: int, capacity: int, *, kv_heads: int = 2, dim: int = 8) -> Pair:
+    """Return handles of a static cache that holds some tokens of a batch of two."""
+    return handles(tokens, capacity, kv_heads=kv_heads, dim=dim)
 
 
 def every_stage(function: Callable[..., Any], *inputs: Any) -> list[tuple[Program, str]]:
