@@ -19,6 +19,7 @@ from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.ir.stage import Stage
 from kvcompile.passes.patterns.counter import position_source
 from kvcompile.passes.patterns.layout import (
+    equal_now,
     fixed,
     is_call,
     same_size,
@@ -70,7 +71,8 @@ def _how(stream: CacheStream) -> str:
 
 def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Missed | None:
     """Rewrite one site; return why not if it cannot be."""
-    if stream.is_static and site.mask_kind == "none" and not _knows_end(stream):
+    knows_end = stream.k.prefix is not None if stream.has_past else _sees_only_new(stream)
+    if stream.is_static and site.mask_kind == "none" and not knows_end:
         return Missed(
             "KVC401",
             "without a mask the attention sees the unwritten part of the static buffer",
@@ -194,23 +196,28 @@ def _mask_misfit(site: AttentionSite, stream: CacheStream) -> Missed | None:
     if mask is None or state is None:
         return None
     columns, tokens = mask.shape[-1], state.shape[2 if stream.has_past else stream.k.token_dim]
-    if same_size(columns, tokens) or (same_size(columns, 1) and not stream.is_static):
+    if same_size(columns, 1) and not stream.is_static:
+        return None
+    if equal_now(columns, tokens):
+        return None
+    # A prompt in an empty buffer: keys and mask may both be cut to the new tokens.
+    new_len = stream.k.new.meta["val"].shape[stream.k.token_dim]
+    if stream.is_static and _sees_only_new(stream) and equal_now(columns, new_len):
         return None
     return Missed("KVC403", f"the mask has {columns} columns for {tokens} cached tokens", site.mask)
 
 
-def _knows_end(stream: CacheStream) -> bool:
-    """Whether the attention reads no more of a static buffer than is written, mask or not."""
-    prefix, new, state = stream.k.prefix, value(stream.k.new), value(stream.k.state)
-    if new is None or state is None:
+def _sees_only_new(stream: CacheStream) -> bool:
+    """Whether the attention sees new tokens alone: they fill the buffer, or it sees a slice."""
+    if stream.has_past:
         return False
-    new_len = new.shape[stream.k.token_dim]
-    if same_size(new_len, state.shape[stream.k.token_dim]):
-        return True  # they fill it
-    if stream.has_past or prefix is None:
-        return prefix is not None
-    end = prefix.args[3] if len(prefix.args) > 3 else None
-    return isinstance(end, int) and end == new_len
+    token_dim, prefix = stream.k.token_dim, stream.k.prefix
+    new_len, capacity = (n.meta["val"].shape[token_dim] for n in (stream.k.new, stream.k.state))
+    if equal_now(new_len, capacity):
+        return True
+    end = prefix.args[3] if prefix is not None and len(prefix.args) > 3 else None
+    end = end.meta["val"] if isinstance(end, fx.Node) else end
+    return isinstance(end, int | torch.SymInt) and equal_now(end, new_len)
 
 
 def _tokens_seen(program: Program, stream: CacheStream) -> fx.node.Argument:

@@ -91,7 +91,7 @@ def writable_store(past: KVTensor) -> PagedStore:
 def drop_cropped(budget: Budget) -> None:
     """Give back pages of tokens that no handle stands for any more, as the next claim would.
 
-    Only stores that no step has claimed or reads are looked at; nobody else may be claiming meanwhile.
+    Stores that a step has claimed or reads are left; nobody else may be claiming meanwhile.
     """
     for store in living():
         if not isinstance(store, PagedStore) or store.arena.budget is not budget:

@@ -47,6 +47,15 @@ def same_size(a: object, b: object) -> bool:
     return bool(left == right) or statically_known_true(a == b)
 
 
+def equal_now(a: object, b: object) -> bool:
+    """Whether two sizes are equal in this call; another call for which that changes compiles anew.
+
+    For symbols of one length that come in by different ways. Where `same_size` can tell, nothing
+    is guarded.
+    """
+    return same_size(a, b) or bool(a == b)
+
+
 def fixed(size: object) -> int | None:
     """Return a size as a number if it is one: a symbol may have been specialised since."""
     if isinstance(size, torch.SymInt):

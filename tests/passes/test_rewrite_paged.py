@@ -86,6 +86,24 @@ def test_a_static_prefill_that_fills_its_buffer_needs_no_mask() -> None:
     assert calls(program).count("kvcompile.append.default") == 1
 
 
+def test_a_static_prefill_with_keys_and_mask_cut_to_the_prompt() -> None:
+    def prefill(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        position: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> object:
+        buffers = tuple(torch.zeros(2, 2, 12, 8).index_copy_(2, position, x) for x in (k, v))
+        keys, values = (buffer[:, :, : q.shape[2]] for buffer in buffers)
+        return Sdpa().attend(q, keys, values, mask), *buffers
+
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
+    program, _ = capture(prefill, *qkv(5), torch.arange(5), mask)
+    assert codes(program)[-1] == "KVC500"
+    assert calls(program).count("kvcompile.append.default") == 1
+
+
 @pytest.mark.parametrize("mask", [None, torch.ones(2, 1, 1, 7, dtype=torch.bool)])
 def test_what_is_only_read_is_attended_to_and_nothing_is_appended(
     mask: torch.Tensor | None,
