@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,11 +21,11 @@ from kvcompile.passes.patterns.layout import (
     equal_now,
     fixed,
     is_call,
-    same_size,
     the_node,
     value,
 )
 from kvcompile.passes.shards import IS_SHARD
+from kvcompile.passes.sizes import size_of, size_source, sum_of
 
 if TYPE_CHECKING:
     from kvcompile.passes.ir.site import AttentionSite
@@ -90,7 +89,7 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
         )
     if (misfit := _mask_misfit(site, stream)) is not None:
         return misfit
-    if _size_source(program.placeholders, site.q.meta["val"].shape[0]) is None:
+    if size_source(program.placeholders, site.q.meta["val"].shape[0]) is None:
         return Missed("KVC404", "no input carries the batch size", site.q)
     if stream.is_static and stream.has_past and _tokens_seen(program, stream) is None:
         return Missed("KVC402", "no input carries how far the static buffer is read", site.k)
@@ -163,14 +162,14 @@ def _append_attend(
     mask: fx.Node | None,
 ) -> fx.Node:
     """Insert the append of K and V to a state, and the attention over its store."""
-    new_len = _size(program, stream.k.new, stream.k.token_dim)
+    new_len = size_of(program, stream.k.new, stream.k.token_dim)
     kv_len: fx.node.Argument
     if stream.is_static:
         kv_len = _tokens_seen(program, stream)
     elif isinstance(past_len, int) and isinstance(new_len, int):
         kv_len = past_len + new_len
     else:
-        kv_len = _sum(program, past_len, new_len)
+        kv_len = sum_of(program, past_len, new_len)
     how = (stream.k.position, mask, site.mask_kind == "causal", site.scale, kv_len)
     return program.graph.call_function(APPEND_ATTEND, (site.q, *appended, past_len, *how))
 
@@ -180,7 +179,7 @@ def _attend_new(
 ) -> fx.Node:
     """Insert attention on the new tokens alone, for a static buffer that was empty."""
     if mask is not None:
-        new_len = _size(program, k, 2)
+        new_len = size_of(program, k, 2)
         mask = program.graph.call_function(aten.slice.Tensor, (mask, 3, 0, new_len))
     return program.graph.call_function(
         aten.scaled_dot_product_attention.default,
@@ -224,7 +223,7 @@ def _tokens_seen(program: Program, stream: CacheStream) -> fx.node.Argument:
     """Return how many tokens of a static buffer the attention reads, or None if nothing tells."""
     prefix = stream.k.prefix
     if prefix is None:
-        return _size(program, the_node(stream.k.past), stream.k.token_dim)
+        return size_of(program, the_node(stream.k.past), stream.k.token_dim)
     size = prefix.meta["val"].shape[stream.k.token_dim]
     end = prefix.args[3] if len(prefix.args) > 3 else None
     if isinstance(end, fx.Node) and same_size(end.meta["val"], size):
@@ -276,39 +275,10 @@ def _past_length(program: Program, stream: CacheStream) -> fx.node.Argument | Mi
     past = stream.k.past
     if past is None or stream.is_static:
         return 0
-    found = _size(program, past, stream.k.token_dim)
+    found = size_of(program, past, stream.k.token_dim)
     if found is None:
         return Missed("KVC402", "no input carries the length of the past", past)
     return found
-
-
-def _size(program: Program, node: fx.Node, dim: int) -> fx.node.Argument:
-    """Return a size of a node: a number, or a node that holds the same symbol."""
-    size = node.meta["val"].shape[dim]
-    if (number := fixed(size)) is not None:
-        return number
-    sizes = [n for n in program.placeholders if isinstance(n.meta.get("val"), torch.SymInt)]
-    for same in (_same_symbol, same_size):  # the cheap question of all before the dear one of any
-        for holder in sizes:
-            if same(holder.meta["val"], size):
-                return holder
-    if node.op == "placeholder":
-        return None
-    made = program.graph.call_function(aten.sym_size.int, (node, dim))
-    made.meta["val"] = size
-    return made
-
-
-def _same_symbol(a: torch.SymInt, b: torch.SymInt) -> bool:
-    return bool(a.node.expr == b.node.expr)
-
-
-def _sum(program: Program, a: fx.node.Argument, b: fx.node.Argument) -> fx.Node:
-    node = program.graph.call_function(operator.add, (a, b))
-    node.meta["val"] = operator.add(
-        *(x.meta["val"] if isinstance(x, fx.Node) else x for x in (a, b))
-    )
-    return node
 
 
 def _state_binding(
@@ -319,7 +289,7 @@ def _state_binding(
 ) -> StateBinding:
     position = {node: i for i, node in enumerate(captured)}
     k_past, v_past, written = stream.k.past, stream.v.past, stream.k.position
-    batch = _size_source(captured, site.q.meta["val"].shape[0])
+    batch = size_source(captured, site.q.meta["val"].shape[0])
     assert batch is not None
     return StateBinding(
         site=site.index,
@@ -341,23 +311,7 @@ def _state_binding(
 
 def _capacity(inputs: list[fx.Node], stream: CacheStream) -> SizeSource | None:
     """Return where the length of a static buffer can be read."""
-    return _size_source(inputs, stream.k.state.meta["val"].shape[stream.k.token_dim])
-
-
-def _size_source(inputs: list[fx.Node], size: int | torch.SymInt) -> SizeSource | None:
-    """Return where a size can be read off the inputs, or None."""
-    if (number := fixed(size)) is not None:
-        return SizeSource(number)
-    for i, node in enumerate(inputs):
-        val = node.meta["val"]
-        if isinstance(val, torch.SymInt) and same_size(val, size):
-            return SizeSource(None, i)
-    for i, node in enumerate(inputs):
-        val = node.meta["val"]
-        for dim, extent in enumerate(val.shape if isinstance(val, torch.Tensor) else ()):
-            if isinstance(extent, torch.SymInt) and same_size(extent, size):
-                return SizeSource(None, i, dim)
-    return None
+    return size_source(inputs, stream.k.state.meta["val"].shape[stream.k.token_dim])
 
 
 def _close(
@@ -390,7 +344,7 @@ def _release_sizes(program: Program, past: fx.Node) -> None:
         if is_call(user, torch.ops.aten.sym_size.int):
             dim = user.args[1]
             assert isinstance(dim, int)
-            size = _size(program, past, dim)
+            size = size_of(program, past, dim)
             user.replace_all_uses_with(size)  # type: ignore[arg-type]
             program.graph.erase_node(user)
 
