@@ -21,6 +21,7 @@ from kvcompile.passes.patterns.layout import (
     equal_now,
     fixed,
     is_call,
+    same_size,
     the_node,
     value,
 )
