@@ -26,7 +26,7 @@ class CacheInUseError(KvcompileError):
 
 
 class CacheKindError(KvcompileError):
-    """A cache that grows stands where a graph writes into a static buffer."""
+    """A cache of another kind stands where a graph writes into a static buffer."""
 
 
 class StaleHandleError(KvcompileError):
