@@ -149,7 +149,8 @@ def rows(run: Run, model: PreTrainedModel) -> list[torch.Tensor]:
     report = kvcompile.memory_report(cache)
     assert not report.materializations
     assert not report.dense
-    assert run is model or report.stored == exact_bytes(model, 4 * 42)
+    # The row that is shown twice shares its first page, of 32 tokens.
+    assert run is model or report.stored == exact_bytes(model, 4 * 42 - 32)
     return steps
 
 

@@ -20,7 +20,7 @@ from tests.support.tiny_models import prompt, tiny_llama, tiny_qwen2
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("fresh_dynamo")]
 
-STEPS = 50
+STEPS = 12
 """So many that pages are quantized after loading too."""
 
 IN_ANOTHER_PROCESS = """
@@ -40,7 +40,7 @@ torch.save([go_on(run, DynamicCache(p)) for p in (pairs, again)], sys.argv[3])
 
 
 def go_on(run: Any, cache: Any) -> torch.Tensor:
-    """Return the logits of greedy steps after a prompt of 150 tokens."""
+    """Return the logits of greedy steps after a prompt of 190 tokens."""
     token, found = prompt(1), []
     with torch.no_grad():
         for _ in range(STEPS):
@@ -55,7 +55,7 @@ def test_an_int4_cache_goes_on_with_identical_logits(tmp_path: Path) -> None:
     run = compiled(model, kv_cache_dtype="int4")
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        run(prompt(150), past_key_values=cache)
+        run(prompt(190), past_key_values=cache)
     stores = [handle.store for handle in handles_in(cache)]
     assert all(isinstance(s, QuantizedStore) and s.rotary_table is not None for s in stores)
     files = [tmp_path / name for name in ("cache.safetensors", "cache.pt", "logits.pt")]
@@ -79,7 +79,7 @@ def test_a_static_cache_goes_on(tmp_path: Path) -> None:
     run = compiled(model)
     cache: Any = StaticCache(config=model.config, max_cache_len=256)
     with torch.no_grad():
-        run(prompt(150), past_key_values=cache)
+        run(prompt(190), past_key_values=cache)
     kvcompile.save_cache(cache, tmp_path / "cache")
     again: Any = StaticCache(config=model.config, max_cache_len=256)
     pairs: Any = kvcompile.load_cache(tmp_path / "cache")
