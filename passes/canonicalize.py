@@ -31,6 +31,7 @@ from kvcompile.passes.shards import (
     is_dtensor,
     local,
     refuse_distributed,
+    respell_linear,
     shards_traced,
 )
 from kvcompile.passes.spell_repeats import spell_repeats
@@ -120,6 +121,8 @@ class Canonicalize:
         for node in retraced.graph.nodes:
             node.meta.pop("tensor_meta", None)
         program.module = retraced
+        if retrace.is_distributed:
+            respell_linear(retraced.graph)
         spell_repeats(program)
         retraced.graph.eliminate_dead_code(is_impure)
         _refuse_fake_constants(retraced)

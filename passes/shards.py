@@ -11,11 +11,15 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import fx
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+aten = torch.ops.aten
 
 IS_SHARD = "shard"
 """Metadata of an input: whether it is given as a DTensor, of which the graph takes the shard."""
@@ -63,6 +67,24 @@ def shards_traced() -> Iterator[None]:
     assert isinstance(mode, ProxyTorchDispatchMode)
     with ProxyTorchDispatchMode(mode.tracer, mode.tracing_mode):
         yield
+
+
+def respell_linear(graph: fx.Graph) -> None:
+    """Spell a matrix times a transposed one as `linear`, which dispatch to DTensor has taken apart.
+
+    Every other `linear` of a canonical graph is whole, and later passes look for that.
+    """
+    for node in graph.nodes:
+        bias: fx.Node | None
+        if node.target is aten.mm.default:
+            (x, transposed), bias = node.args, None
+        elif node.target is aten.addmm.default and not node.kwargs:
+            bias, x, transposed = node.args
+        else:
+            continue
+        has_row = bias is None or bias.meta["val"].dim() == 1
+        if transposed.target is aten.t.default and has_row:
+            node.target, node.args = aten.linear.default, (x, transposed.args[0], bias)
 
 
 def refuse_distributed(outputs: Any) -> None:
