@@ -10,7 +10,7 @@ from kvcompile.runtime.gpu_steps import gpu_steps_of
 from kvcompile.runtime.mask_watch import MaskWatch
 from kvcompile.runtime.recordable import NotRecorded, Recording, recording_of
 from kvcompile.runtime.step_tables import StepTables
-from tests.support.attentions import Static
+from tests.support.attentions import Cross, Static
 from tests.support.programs import capture, qkv, static_handles
 from tests.support.stores import filled_store
 
@@ -48,6 +48,20 @@ def test_a_graph_that_writes_to_memory_it_reads_as_another_input_is_not_recorded
     program, _ = capture(step, *inputs, options=OPTIONS)
     found = recording_of(program, CPU)
     assert isinstance(found, NotRecorded if is_shared else Recording)
+
+
+def test_steps_that_also_read_another_cache_are_taken_and_not_recorded() -> None:
+    def step(position: torch.Tensor, mask: torch.Tensor, *inputs: Any) -> object:
+        q, k, v, buffers, cross = inputs
+        return Cross("expand")(Static("expand")(q, k, v, buffers, position, mask), cross)
+
+    caches = static_handles(4, 12, dim=32), static_handles(7, 7, dim=32)
+    mask = torch.ones(2, 1, 1, 12, dtype=torch.bool)
+    program, _ = capture(step, torch.tensor([4]), mask, *qkv(1, dim=32), *caches, options=OPTIONS)
+    assert gpu_steps_of(program, program.module, records=False) is not None
+    found = recording_of(program, CPU)
+    assert isinstance(found, NotRecorded)
+    assert "does not append to" in found.reason
 
 
 def test_a_mask_is_looked_at_again_after_a_step_that_failed() -> None:
