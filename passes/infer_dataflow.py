@@ -188,7 +188,7 @@ def _not_cached(program: Program, what: str, node: fx.Node) -> Missed:
             f"the {what} come from {node.target}, which is not followed further, and {kept.name} "
             "beside it is kept",
             node,
-            hint="sliding windows and caches of another form stay dense",
+            hint="sliding windows, K and V in one tensor, and other forms of a cache stay dense",
         )
     return Missed(
         "KVC201",
@@ -210,7 +210,9 @@ def _kept_nearby(program: Program, node: fx.Node, depth: int = 8) -> fx.Node | N
         following: list[fx.Node] = []
         for at in front:
             val = value(at)
-            if val is not None and val.dim() == 4 and (at in outputs or at.meta.get(IS_HANDLE)):
+            # Of five dimensions where K and V are one tensor.
+            cached = val is not None and val.dim() in (4, 5)
+            if cached and (at in outputs or at.meta.get(IS_HANDLE)):
                 return at
             near = () if is_call(at, *_WEIGHTS) else at.all_input_nodes
             layout = [u for u in at.users if is_call(u, aten.slice.Tensor, *_MOVES)]
