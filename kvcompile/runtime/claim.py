@@ -98,8 +98,10 @@ def drop_cropped(budget: Budget) -> None:
             continue
         if store.claimed or store.readers:
             continue
-        reach = [handle.tokens for handle in store.live_handles()]
-        if store.capacity is None and reach and max(store.k_len, store.v_len) > max(reach):
+        # Eager code that has appended K and not yet V has no handle of it yet.
+        grows = store.capacity is None and store.k_len == store.v_len
+        reach = [handle.tokens for handle in store.live_handles()] if grows else []
+        if reach and store.length > max(reach):
             with contextlib.suppress(CacheBudgetError):  # a cut page becomes a longer ring
                 store.truncate(max(reach))
 
