@@ -31,15 +31,17 @@ class _Buffer:
     tensor: torch.Tensor
 
 
-def adopt(model: nn.Module, names: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Let the K and V that a module keeps in dense buffers move into pages.
+def adopt(model: object, names: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Let the K and V that a module or a cache keeps in dense buffers move into pages.
 
     The buffers are replaced by handles at once, and their contents by pages in the first step of
     a graph that this backend compiles and that writes tokens into them; the dense memory is then
     released. What no such graph writes to goes on as the dense tensor it was.
 
     Args:
-        model: A module, or what `torch.compile` has made of it; call its `.to(...)` before.
+        model: A module, or what `torch.compile` has made of it; call its `.to(...)` before. Or a
+            cache whose layers hold their tensors already, such as a `StaticCache` of transformers
+            after `early_initialization`.
         names: Names of buffers as `named_buffers` gives them, or patterns like `*.k_cache`. By
             default every floating-point buffer, or tensor kept as a plain attribute, of four
             dimensions that has its memory for itself.
@@ -76,14 +78,28 @@ def _handle(tensor: torch.Tensor) -> KVTensor:
         return adopted(tensor.clone() if tensor.is_inference() else tensor)
 
 
-def _buffers(module: nn.Module) -> Iterator[_Buffer]:
+def _buffers(model: object) -> Iterator[_Buffer]:
     """Yield registered buffers and tensors that are plain attributes, with their names."""
-    for path, part in module.named_modules():
-        for owner in (part._buffers, vars(part)):
-            for key, tensor in owner.items():
-                if isinstance(tensor, torch.Tensor):
-                    name = f"{path}.{key}" if path else key
-                    yield _Buffer(name, owner, key, tensor)
+    for path, owner in _owners(model):
+        for key, tensor in owner.items():
+            if isinstance(tensor, torch.Tensor):
+                yield _Buffer(f"{path}.{key}" if path else key, owner, key, tensor)
+
+
+def _owners(model: object) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
+    """Yield what holds tensors, with a path to it: the parts of a module, the layers of a cache."""
+    if isinstance(model, nn.Module):
+        for path, part in model.named_modules():
+            yield path, part._buffers
+            yield path, vars(part)
+        return
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, list):
+        raise AdoptionError(
+            f"a {type(model).__name__} was to be adopted; give a module, or a cache with layers"
+        )
+    for number, layer in enumerate(layers):
+        yield f"layers.{number}", vars(layer)
 
 
 def _refusal(tensor: torch.Tensor) -> str | None:

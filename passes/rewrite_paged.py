@@ -85,8 +85,8 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
             "KVC405",
             "the static buffers are dense: they were filled outside a compiled prefill",
             pasts[0],
-            hint="call kvcompile.adopt(model) if they are buffers of a module; else let kvcompile "
-            "compile the prefill too: torch.compile(model).generate(...)",
+            hint="call kvcompile.adopt(model) if they are buffers of a module, or adopt(cache) if "
+            "they are a cache's; else let kvcompile compile the prefill too",
         )
     if (misfit := _mask_misfit(site, stream)) is not None:
         return misfit

@@ -84,3 +84,8 @@ def test_buffers_made_under_inference_mode() -> None:
     values = module.k_cache.clone()
     kvcompile.adopt(module, ["k_cache"])
     assert torch.equal(module.k_cache + 0, values)
+
+
+def test_what_holds_no_buffers_is_refused() -> None:
+    with pytest.raises(AdoptionError, match="a tuple was to be adopted; give a module, or a cache"):
+        kvcompile.adopt((torch.zeros(1, 1, 1, 1),))

@@ -56,6 +56,17 @@ def prefill_in_chunks(run: Run, model: PreTrainedModel) -> Tokens:
     return generated(run, prompt(45), prefill_chunk_size=20)
 
 
+def prefill_in_chunks_of_a_static_cache(run: Run, model: PreTrainedModel) -> Tokens:
+    """Such a cache has its buffers before there is a graph: they have to be given away."""
+    cache = StaticCache(config=model.config, max_cache_len=70)
+    config: Any = model.config
+    heads, dim = config.num_key_value_heads, config.head_dim
+    cache.early_initialization(1, heads, dim, model.dtype, model.device)
+    if run is not model:
+        assert kvcompile.adopt(cache) == ("layers.0.keys", "layers.0.values")
+    return generated(run, prompt(45), prefill_chunk_size=20, cache=cache)
+
+
 def embeddings(run: Run, model: PreTrainedModel) -> Tokens:
     """A prompt that never was tokens."""
     embedded = model.get_input_embeddings()(prompt(20)).detach()
@@ -124,6 +135,7 @@ MODES = [
     processed_logits,
     assisted_by_a_smaller_model,
     prefill_in_chunks,
+    prefill_in_chunks_of_a_static_cache,
     embeddings,
     streaming,
     conversation,
