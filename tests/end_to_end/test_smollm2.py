@@ -66,10 +66,13 @@ def test_bfloat16_logits() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bits", "gate"), [("int8", 8.6, 0.002), ("int4", 4.6, 0.01)])
-def test_a_prompt_at_once_or_in_chunks(
+def test_a_prompt_at_once_in_chunks_or_cropped(
     model: PreTrainedModel, dtype: str, bits: float, gate: float
 ) -> None:
-    """A prompt fed in chunks reads the quantized cache, fed at once it reads itself exactly."""
+    """A prompt fed in chunks reads the quantized cache, fed at once it reads itself exactly.
+
+    One that was longer and is cropped goes on from what its pages decode to.
+    """
     run = compiled(model, kv_cache_dtype=dtype)
     ids, caches = long_prompt(1040), []
     logits = []
@@ -84,7 +87,15 @@ def test_a_prompt_at_once_or_in_chunks(
         taken = footprint(cache)
         assert taken.dense_states == 0
         assert taken.bits_in_pages <= bits
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        run(torch.cat([ids[:, :1024], ids[:, 100:300]], dim=1), cache=cache)
+        cache.crop(-200)  # into pages that are quantized
+        steps = [run(part, cache=cache).logits for part in ids[:, 1024:].split(1, dim=1)]
+    cropped = torch.cat(steps, dim=1)[0].double().log_softmax(-1)
     at_once, chunked = logits
+    left = at_once[1024 - 256 :]
+    assert 0 < (left.exp() * (left - cropped)).sum(-1).mean() <= gate
     divergence = (at_once.exp() * (at_once - chunked)).sum(-1)
     assert 0 < divergence[: 1024 - 256].mean() <= gate
     assert 0 < divergence[1024 - 256 :].mean() <= gate
