@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from kvcompile.codegen.layout import RecordLayout, Window
 from kvcompile.runtime import launch
@@ -90,8 +89,7 @@ class Generations:
 
     def __init__(self, **options: Any) -> None:
         """Compile a tiny model with options of the backend."""
-        self._model = tiny_llama(layers=2)
-        self._run = compiled(self._model, **options)
+        self._run = compiled(tiny_llama(layers=2), **options)
         self._count = 0
         self.modes: Sequence[Callable[[], None]] = (
             self._greedy,
@@ -117,11 +115,8 @@ class Generations:
     def _static(self) -> None:
         self._run.generate(prompt(40), **settings(4, cache_implementation="static"))
 
-    def _filled(self) -> DynamicCache:
-        cache = DynamicCache(config=self._model.config)
-        self._run(prompt(40), cache=cache)
-        self._run(prompt(1), cache=cache)
-        return cache
+    def _filled(self) -> Any:
+        return self._run.generate(prompt(40), **settings(3)).past_key_values
 
     def _crop(self) -> None:
         cache = self._filled()
