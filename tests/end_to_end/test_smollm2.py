@@ -71,7 +71,7 @@ def test_a_prompt_at_once_in_chunks_or_cropped(
 ) -> None:
     """A prompt fed in chunks reads the quantized cache, fed at once it reads itself exactly.
 
-    One that was longer and is cropped goes on from what its pages decode to.
+    Cropped and fed once more, it goes on from what the pages that were cut decode to.
     """
     run = compiled(model, kv_cache_dtype=dtype)
     ids, caches = long_prompt(1040), []
@@ -87,12 +87,11 @@ def test_a_prompt_at_once_in_chunks_or_cropped(
         taken = footprint(cache)
         assert taken.dense_states == 0
         assert taken.bits_in_pages <= bits
-    cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        run(torch.cat([ids[:, :1024], ids[:, 100:300]], dim=1), cache=cache)
-        cache.crop(-200)  # into pages that are quantized
-        steps = [run(part, cache=cache).logits for part in ids[:, 1024:].split(1, dim=1)]
-    cropped = torch.cat(steps, dim=1)[0].double().log_softmax(-1)
+        caches[1].crop(-216)  # into pages that are quantized
+        parts = [ids[:, 824:1024], *ids[:, 1024:].split(1, dim=1)]
+        steps = [run(part, cache=caches[1]).logits for part in parts]
+    cropped = torch.cat(steps[1:], dim=1)[0].double().log_softmax(-1)
     at_once, chunked = logits
     left = at_once[1024 - 256 :]
     assert 0 < (left.exp() * (left - cropped)).sum(-1).mean() <= gate
