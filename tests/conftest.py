@@ -35,6 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, (missing, reason) in skips.items():
             if missing and item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    # Last of all, they would keep one process busy while the others have nothing left to steal.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)
