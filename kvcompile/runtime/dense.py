@@ -15,6 +15,7 @@ from kvcompile.runtime.errors import StaleHandleError
 from kvcompile.runtime.registry import Role, anchor_for, register
 
 if TYPE_CHECKING:
+    from kvcompile.runtime.handle import KVTensor
     from kvcompile.runtime.store import PagedStore
 
 
@@ -76,7 +77,6 @@ class DenseCell:
 
     Attributes:
         role: K or V.
-        parts: Cells of some of its rows, as long as somebody holds them.
         anchor: int64[1], names this cell to graphs of other compilers.
     """
 
@@ -85,7 +85,6 @@ class DenseCell:
         # A static store owns its cells: a reference back would leave both to garbage collection.
         self._keep_alive = store if store.capacity is None else None
         self.role: Role = role
-        self.parts: weakref.WeakSet[DenseCell] = weakref.WeakSet()
         self._dense: torch.Tensor | None = None
         self.anchor = anchor_for(register(self), role)
         self._version = 0
@@ -159,9 +158,9 @@ class DenseCell:
         self._version = dense._version
 
     def longest(self) -> int:
-        """Return the most tokens that a live handle of this memory, or of a part of it, has."""
+        """Return the most tokens that a live handle of this memory has."""
         handles = (h.tokens for h in self.store.live_handles() if h.present_cell() is self)
-        return max(max(handles, default=0), max((p.longest() for p in self.parts), default=0))
+        return max(handles, default=0)
 
     def materialize(self, role: Role, length: int, operator: str) -> torch.Tensor:
         """Return a copy of the first `length` tokens."""
@@ -196,14 +195,16 @@ class RowsCell(DenseCell):
     """Rows of the memory of another cell: a view, as PyTorch's slices are.
 
     Its store shares the pages of the whole, so that reading needs no dense tensor. A write turns
-    the whole dense, and reaches it; what is written to the whole is seen here.
+    the whole dense, and reaches it; what is written to the whole is seen here. So the handle that
+    the rows were taken from has to live, as the base of a view does: while it stands for tokens,
+    nobody overwrites them when a cache is cropped and goes on.
     """
 
     def __init__(
         self,
         store: PagedStore,
         role: Role,
-        whole: DenseCell,
+        base: KVTensor,
         view: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Begin without a dense tensor.
@@ -211,13 +212,13 @@ class RowsCell(DenseCell):
         Args:
             store: The rows in pages.
             role: K or V.
-            whole: The cell of all rows; of a store that grows.
+            base: A handle of all rows; of a store that grows.
             view: Takes the rows from the dense tensor of the whole, without copying.
         """
         super().__init__(store, role)
-        self._whole = whole
+        self._base = base
+        self._whole = base.shared_cell()
         self._view = view
-        whole.parts.add(self)
 
     @property
     def dense(self) -> torch.Tensor | None:

@@ -153,7 +153,7 @@ class PythonExits(torch.Tensor):
         output_size: int | torch.SymInt | None = None,
     ) -> torch.Tensor:
         """Repeat rows on pages, any other dimension on the dense tensor."""
-        if self.store is None or dim is None or dim % self.ndim != 0:
+        if self.store is None or dim not in (0, -self.ndim):
             return super().repeat_interleave(repeats, dim, output_size=output_size)
         rows = torch.arange(self.shape[0]).repeat_interleave(repeats)
         return self.index_select(0, rows)

@@ -260,8 +260,9 @@ class KVTensor(PythonExits):
         chosen = store.derive(
             ("slice", *rows), self.role, self.length, lambda: store.select_rows(rows)
         )
-        handle = KVTensor.of(chosen, self.role, self.length if length is None else length)
-        handle.cell = RowsCell(chosen, self.role, self.shared_cell(), view)
+        base = self if length is None else self.alias(length)
+        handle = KVTensor.of(chosen, self.role, base.length)
+        handle.cell = RowsCell(chosen, self.role, base, view)
         handle.anchor = handle.cell.anchor
         return handle
 

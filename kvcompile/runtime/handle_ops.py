@@ -160,7 +160,8 @@ def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
         return join_rows(tensors)
     if len(tensors) != 2 or not is_handle(past) or past.store is None:
         return NotImplemented
-    return _append_eagerly(past, tensors[1]) if dim % 4 == past.token_dim else NotImplemented
+    tokens = past.token_dim, past.token_dim - past.ndim
+    return _append_eagerly(past, tensors[1]) if dim in tokens else NotImplemented
 
 
 def _append_eagerly(past: KVTensor, new: torch.Tensor) -> Any:

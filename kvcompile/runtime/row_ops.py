@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 def index_select(handle: KVTensor, dim: int, index: torch.Tensor) -> Any:
     """Select rows by number."""
-    if handle.store is None or dim % handle.ndim != 0 or index.ndim != 1:
+    if handle.store is None or dim not in (0, -handle.ndim) or index.ndim != 1:
+        return NotImplemented
+    # Where PyTorch raises, the dense operator raises its own error.
+    if index.dtype not in (torch.int32, torch.int64) or bool((index < 0).any()):
         return NotImplemented
     return _select_rows(handle, index.tolist())
 
@@ -26,10 +29,12 @@ def index(handle: KVTensor, indices: Sequence[torch.Tensor | None]) -> Any:
     first = indices[0] if is_handle(handle) and handle.store is not None else None
     if first is None or any(index is not None for index in indices[1:]) or first.ndim != 1:
         return NotImplemented
-    if first.dtype == torch.bool:
+    if first.dtype in (torch.bool, torch.uint8):  # bytes are a mask too, with a warning
         if len(first) != len(handle):
             return NotImplemented  # the dense operator raises PyTorch's own error
         first = first.nonzero()[:, 0]
+    if first.dtype not in (torch.int32, torch.int64):
+        return NotImplemented
     return _select_rows(handle, first.tolist())
 
 

@@ -169,6 +169,15 @@ def test_a_slice_outlives_the_whole(growing: Filled) -> None:
     assert report.dense >= growing.dense_k.nbytes
 
 
+def test_a_slice_of_a_cache_that_is_cropped_and_goes_on(growing: Filled) -> None:
+    part = growing.k[1:3]
+    k, v = growing.k[:, :, :PAGE], growing.v[:, :, :PAGE]
+    del growing.k, growing.v
+    push(claim(k, v), *new_tokens(BATCH, LENGTH))
+    part.mul_(2)  # makes the whole dense, as it was
+    assert torch.equal(part.materialize(), growing.dense_k[1:3] * 2)
+
+
 def test_slices_of_a_static_buffer_are_views_of_it() -> None:
     case = filled_store(LENGTH, batch=BATCH, capacity=80)
     case.k[1:3].fill_(2.0)
@@ -182,6 +191,30 @@ def test_k_in_pieces_and_then_v_in_pieces(growing: Filled) -> None:
         here = slice(number, number + 1)
         growing.store.materializations.clear()
         goes_on(k, v, growing.dense_k[here], growing.dense_v[here])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda h: h.index_select(0, torch.tensor([-1])),
+        lambda h: h.index_select(4, torch.tensor([0])),
+        lambda h: h.repeat_interleave(2, dim=4),
+        lambda h: h[torch.tensor([1.0, 0.0])],
+        lambda h: torch.cat([h, h[:, :, :1].clone()], dim=6),
+    ],
+)
+def test_what_pytorch_refuses_is_refused(growing: Filled, wrong: Op) -> None:
+    with pytest.raises(IndexError) as expected:
+        wrong(growing.dense_k)
+    with pytest.raises(IndexError) as found:
+        wrong(growing.k)
+    assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+def test_bytes_are_a_mask(case: Filled) -> None:
+    chosen = torch.tensor([1, 0, 1, 0], dtype=torch.uint8)
+    assert torch.equal(case.k[chosen].materialize(), case.dense_k[chosen])
 
 
 class TestJoin:
