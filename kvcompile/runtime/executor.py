@@ -24,6 +24,7 @@ from kvcompile.runtime.budget import Budget
 from kvcompile.runtime.claim import append_dense, claim, drop_cropped, filled, lend
 from kvcompile.runtime.gpu_steps import gpu_steps_of
 from kvcompile.runtime.handle import KVTensor
+from kvcompile.runtime.joining import moved
 from kvcompile.runtime.quantized_store import QuantizedStore
 from kvcompile.runtime.store import PagedStore, store_kind
 
@@ -82,8 +83,8 @@ class Executor:
             # `to_local` makes a new view of a parameter; what is derived from weights goes by
             # their identity.
             args = tuple(a._local_tensor if i in self._shards else a for i, a in enumerate(args))
-        stores = self._bind_all(args)
         counted = [(args[i], args[i].item()) for i in self._counters]
+        stores = self._bind_all(args)
         try:
             return self._step(args, stores)
         except BaseException:
@@ -182,7 +183,7 @@ class Executor:
                 if _grows_along(state.token_dim, k, v):
                     return lend(k, v)
             elif _is_of(kind, k.store) and (v.store is k.store or _is_of(kind, v.store)):
-                return claim(k, v)
+                return self._within_budget(claim(k, v), (k, v), plan, shared)
         store = self._new_store(state, plan, args, shared)
         is_static = state.capacity is not None
         if is_static:
@@ -191,20 +192,39 @@ class Executor:
         append_dense(store, k, v, filled(store, k, v) if is_static else k.shape[state.token_dim])
         return store
 
+    def _within_budget(
+        self,
+        store: PagedStore,
+        handles: tuple[KVTensor, KVTensor],
+        plan: StreamPlan,
+        shared: _Shared,
+    ) -> PagedStore:
+        """Return the store, or a copy that counts if it was loaded or made without a budget.
+
+        Raises:
+            CacheBudgetError: There is no room for its pages.
+        """
+        if self._budget is None or store.arena.budget is not None:
+            return store
+        counted = moved(store, shared.arenas(plan))
+        if store.capacity is not None:
+            shared.moves.add(handles, counted)
+        return counted
+
     def _new_store(
         self, state: StateBinding, plan: StreamPlan, args: Sequence[Any], shared: _Shared
     ) -> PagedStore:
         """Make an empty store; the layers of one call share arenas and angles."""
         batch = _size(state.batch, args)
         capacity = None if state.capacity is None else _size(state.capacity, args)
-        arena = shared.arena(plan.page_bytes, plan.device)
+        arenas = shared.arenas(plan)
         if plan.layout.window is None:
             store = PagedStore(
                 plan.layout,
                 plan.num_kv_heads,
                 plan.dtype,
                 plan.device,
-                arena,
+                arenas[0],
                 batch=batch,
                 capacity=capacity,
                 token_dim=state.token_dim,
@@ -215,7 +235,7 @@ class Executor:
                 plan.num_kv_heads,
                 plan.dtype,
                 plan.device,
-                (arena, shared.arena(plan.exact_page_bytes, plan.device)),
+                (arenas[0], arenas[1]),
                 batch=batch,
                 capacity=capacity,
                 token_dim=state.token_dim,
@@ -252,8 +272,12 @@ class _Shared:
         self._angles: dict[tuple[int, int], torch.Tensor] = {}
         self.moves = Moves()
 
-    def arena(self, page_bytes: int, device: torch.device) -> Arena:
-        """Return the arena with pages of this size on a device."""
+    def arenas(self, plan: StreamPlan) -> list[Arena]:
+        """Return where the pages of a stream come from: quantized ones, then exact ones."""
+        exact = [] if plan.layout.window is None else [plan.exact_page_bytes]
+        return [self._arena(size, plan.device) for size in (plan.page_bytes, *exact)]
+
+    def _arena(self, page_bytes: int, device: torch.device) -> Arena:
         key = page_bytes, device
         arena = self._arenas.get(key)
         if arena is None:

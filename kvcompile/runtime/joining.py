@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvcompile.runtime import launch
+from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.registry import Role
 from kvcompile.runtime.store import PagedStore
 from kvcompile.runtime.store_image import describe, numbers_of, page_tables, placed, restore
@@ -45,16 +46,17 @@ def join(parts: Sequence[Part], role: Role, length: int) -> PagedStore | None:
     return joined
 
 
-def moved(store: PagedStore, like: PagedStore) -> PagedStore:
-    """Return a copy of a store in the arenas of another one of the same kind."""
-    arenas = [table.arena for table in page_tables(like)]
+def moved(store: PagedStore, arenas: Sequence[Arena]) -> PagedStore:
+    """Return a store with the same tokens in some arenas, one for each of its page tables."""
     if arenas == [table.arena for table in page_tables(store)]:
         return store
     committed = store.fork()
     numbers = numbers_of(committed)
     image = describe(committed, numbers)
     with placed(arenas, [number.content() for number in numbers]) as pages:
-        return restore(image, arenas, pages, like.rotary_table)
+        result = restore(image, arenas, pages, store.rotary_table)
+    result.materializations = store.materializations
+    return result
 
 
 def _name(part: Part) -> tuple[object, ...]:
@@ -85,6 +87,7 @@ def _lengths(store: PagedStore) -> tuple[int, int]:
 
 def _joined(parts: Sequence[Part], first: PagedStore, role: Role, length: int) -> PagedStore:
     sources: list[PagedStore] = []
+    arenas = [table.arena for table in page_tables(first)]
     for part in parts:
         if isinstance(part, torch.Tensor):
             source = first.empty_like(len(part))
@@ -96,7 +99,7 @@ def _joined(parts: Sequence[Part], first: PagedStore, role: Role, length: int) -
             source.truncate(length)
         else:
             source = part
-        sources.append(moved(source, first))
+        sources.append(moved(source, arenas))
     joined = sources[0].joined(sources[1:])
     if any(isinstance(part, torch.Tensor) for part in parts):
         joined.truncate(0, _other(role))

@@ -1,5 +1,6 @@
 """`kv_cache_memory_bytes`: a step that finds no room fails as a whole, and can be repeated."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -97,6 +98,30 @@ def test_a_crop_of_another_cache_makes_room() -> None:
     run(CHUNK, cache=cache)
     assert other.get_seq_length() == 24
     run(CHUNK, cache=other)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "kv_cache_dtype"), [("static", "auto"), ("dynamic", "int4")])
+def test_a_cache_that_was_loaded_counts_from_its_first_step_on(
+    kind: str, kv_cache_dtype: str
+) -> None:
+    model = tiny_llama(layers=LAYERS)
+    limit = exact_bytes(model, 200)
+    run = compiled(model, kv_cache_memory_bytes=limit, kv_cache_dtype=kv_cache_dtype)
+    made = new_cache(model, kind)
+    run(prompt(64), cache=made)
+    cache, another = (pickle.loads(pickle.dumps(made)) for _ in range(2))
+    assert torch.equal(run(CHUNK, cache=cache).logits, run(CHUNK, cache=made).logits)
+    del made
+    until_full(lambda: run(CHUNK, cache=cache))
+    report = kvcompile.memory_report(cache)
+    assert report.allocated <= limit
+    assert report.materializations == {}
+    with pytest.raises(CacheBudgetError):
+        run(CHUNK, cache=another)
+    assert int(another.get_seq_length()) == 64
+    cache = None
+    run(CHUNK, cache=another)
 
 
 def test_generations_one_after_another_and_beams_need_no_more_than_their_tokens() -> None:
