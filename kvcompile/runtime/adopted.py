@@ -53,14 +53,14 @@ class Moves:
         self._moves: list[tuple[KVTensor, PagedStore, Role]] = []
 
     def add(self, handles: Sequence[KVTensor], store: PagedStore) -> None:
-        """Note that the handles of K and V move to a store.
+        """Note that the handles of K and V move to a store with their values.
 
         Raises:
             CacheKindError: One of them has tokens in pages of another kind.
         """
         for handle, role in zip(handles, ROLES, strict=True):
             old = handle.store
-            if old is None or not _is_free(old):
+            if old is None or not (_is_free(old) or old.kind == store.kind):
                 raise CacheKindError(
                     f"{handle!r} was given where the graph writes into a static buffer of another "
                     "kind; give it the cache that this model's own prefill has made, or zero_() "

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import kvcompile
 from tests.support.compiled import (
@@ -174,6 +174,22 @@ def test_operation(scenario: Callable[[Run, PreTrainedModel], list[torch.Tensor]
     expected = scenario(model, model)
     found = scenario(compiled(model), model)
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_copy_of_a_static_cache_only_whose_keys_were_written() -> None:
+    """The keys of the copy are dense and its values in pages; both go on in pages."""
+    model = tiny_llama()
+    found = []
+    for run in (model, compiled(model)):
+        cache: Any = StaticCache(config=model.config, max_cache_len=64)
+        run(prompt(20), cache=cache)
+        cache.layers[0].keys.mul_(2.0)
+        cache = copy.deepcopy(cache)
+        found.append([run(prompt(1, seed=step), cache=cache).logits for step in range(2)])
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+    report = kvcompile.memory_report(cache)
+    assert (report.dense, report.stored) == (0, exact_bytes(model, 22))
 
 
 def test_crop_gives_pages_back() -> None:
