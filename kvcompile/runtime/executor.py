@@ -180,7 +180,7 @@ class Executor:
         k, v = args[state.k_input], args[state.v_input]
         if isinstance(k, KVTensor) and isinstance(v, KVTensor):
             if state.only_read:
-                if _grows_along(state.token_dim, k, v):
+                if _can_be_lent(state.token_dim, k, v):
                     return lend(k, v)
             elif _is_of(kind, k.store) and (v.store is k.store or _is_of(kind, v.store)):
                 return self._within_budget(claim(k, v), (k, v), plan, shared)
@@ -300,9 +300,18 @@ def _is_of(kind: tuple[object, ...], store: PagedStore | None) -> bool:
     return store is not None and store.kind == kind
 
 
-def _grows_along(token_dim: int, *handles: KVTensor) -> bool:
-    """Whether handles count their tokens in the dimension that the graph takes for them."""
-    return all(h.store is not None and h.store.token_dim == token_dim for h in handles)
+def _can_be_lent(token_dim: int, *handles: KVTensor) -> bool:
+    """Whether stores have all that a graph reads, in the dimension that it takes for tokens.
+
+    The rest of a static buffer that is not full reads as zeros, which are not stored.
+    """
+    stores = [handle.store for handle in handles]
+    return all(
+        store is not None
+        and store.token_dim == token_dim
+        and store.capacity in (None, store.length)
+        for store in stores
+    )
 
 
 _claiming = threading.Lock()

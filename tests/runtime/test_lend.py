@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvcompile.codegen.layout import RecordLayout, Window
+from kvcompile.runtime.adopted import adopted
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.claim import claim, lend
 from kvcompile.runtime.errors import CacheGapError, CacheInUseError
@@ -152,6 +153,23 @@ class TestSteps:
             torch.testing.assert_close(run(q, cache), Cross()(q, dense))
             needed = {} if token_dim == 2 else {"graph input": 2}
             assert memory_report(cache).materializations == needed
+
+    @pytest.mark.parametrize("head_dim_vo", [8, 6])
+    def test_buffers_that_are_not_full_read_as_zeros(self, head_dim_vo: int) -> None:
+        run, q = compiled(Cross().eval()), qkv(1)[0]
+        dense = torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, head_dim_vo)
+        layout = RecordLayout("fp32", "fp32", 8, head_dim_vo, 16)
+        arena = Arena(layout.page_bytes(2))
+        store = PagedStore(layout, 2, torch.float32, "cpu", arena, batch=2, capacity=40)
+        push(store, dense[0][:, :, :20], dense[1][:, :, :20])
+        for x in dense:
+            x[:, :, 20:] = 0
+        for cache in (
+            tuple(adopted(x.clone()) for x in dense),
+            (KVTensor.of(store, "k"), KVTensor.of(store, "v")),
+        ):
+            for _ in range(2):
+                torch.testing.assert_close(run(q, cache), Cross()(q, dense))
 
     def test_two_threads_read_one_cache(self, run: Any) -> None:
         cache, q = handles(40), qkv(1)[0]
