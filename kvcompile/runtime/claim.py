@@ -72,13 +72,17 @@ def lend(k: KVTensor, v: KVTensor) -> PagedStore:
 
 
 def writable_store(past: KVTensor) -> PagedStore:
-    """Return the store that ends, in the handle's own role, where the handle ends."""
+    """Return the store that ends, in the handle's own role, where the handle ends.
+
+    One that a step of another thread is appending to or reading is forked.
+    """
     store, role, length = _store_of(past), past.role, past.length
-    if store.role_length(role) == length:
+    is_in_use = store.claimed or store.readers > 0
+    if store.role_length(role) == length and not is_in_use:
         return store
     # A quantized page holds both: whoever cuts it for K has cut it for V.
     cut = role if store.layout.window is None else None
-    if not _needed_beyond(store, length, (past,), cut):
+    if not (is_in_use or _needed_beyond(store, length, (past,), cut)):
         store.truncate(length, cut)
         return store
     # K and V come one after the other: V goes where K has just gone.

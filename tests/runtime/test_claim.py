@@ -130,6 +130,20 @@ def test_eager_steps_apart_keep_k_and_v_together(case: Filled) -> None:
         assert torch.equal(k, dense)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_eager_code_forks_what_a_step_is_appending_to(quantized: bool) -> None:
+    case = filled_store(LENGTH, quantized=quantized)
+    store = claim(case.k, case.v)
+    store.claimed = True
+    of_step, of_eager = new_tokens(2, 1), new_tokens(2, 1)
+    store.append(*of_step, LENGTH)
+    k, v = cat(case.k, of_eager[0]), cat(case.v, of_eager[1])
+    store.commit(LENGTH + 1)
+    assert k.store is v.store
+    assert torch.equal(k[:, :, LENGTH:], of_eager[0])
+    assert torch.equal(store.materialize("k")[:, :, LENGTH:], of_step[0])
+
+
 def test_k_and_v_that_drifted_apart_are_stored_anew(case: Filled) -> None:
     other = filled_store(LENGTH)
     store = claim(case.k, other.v)
