@@ -127,10 +127,10 @@ class PythonExits(torch.Tensor):
         like = torch.empty(self.shape, device="meta").tensor_split(indices_or_sections, dim)
         return self._pieces([piece.shape[dim] for piece in like], dim)
 
-    def expand(self, *sizes: Any) -> torch.Tensor:  # type: ignore[override]
+    def expand(self, *sizes: Any, **named: Any) -> torch.Tensor:
         """Show the only row several times, on pages; expand all else from the dense tensor."""
-        if self.store is None:
-            return super().expand(*sizes)
+        if self.store is None or named:
+            return super().expand(*sizes, **named)
         wanted = sizes if sizes and isinstance(sizes[0], int) else tuple(*sizes)
         shape = tuple(self.shape)
         rest = [size in (-1, own) for size, own in zip(wanted[1:], shape[1:], strict=False)]
@@ -155,7 +155,7 @@ class PythonExits(torch.Tensor):
         """Repeat rows on pages, any other dimension on the dense tensor."""
         if self.store is None or dim not in (0, -self.ndim):
             return super().repeat_interleave(repeats, dim, output_size=output_size)
-        rows = torch.arange(self.shape[0]).repeat_interleave(repeats)
+        rows = torch.arange(self.shape[0], device=self.device).repeat_interleave(repeats)
         return self.index_select(0, rows)
 
     def _pieces(self, lengths: Sequence[int], dim: int) -> tuple[torch.Tensor, ...]:

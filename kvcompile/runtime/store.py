@@ -159,7 +159,7 @@ class PagedStore(PageRows):
             role: The only role that will be written, or None for both.
 
         Raises:
-            CacheGapError: If `past_len` is beyond the stored tokens.
+            CacheGapError: If `past_len` is negative, or beyond the stored tokens.
             CacheFullError: If a static store cannot hold the tokens.
         """
         if past_len == self.k_len == self.v_len and past_len + new_len <= self._writable:
@@ -170,6 +170,11 @@ class PagedStore(PageRows):
             raise CacheFullError(
                 f"{end} tokens do not fit into a static cache of {self.capacity}; make its buffers "
                 f"longer (at least {end}: max_cache_len of a StaticCache)"
+            )
+        if past_len < 0:
+            raise CacheGapError(
+                f"tokens were to be written at position {past_len}; a cache in pages counts "
+                "positions from 0, not from its end"
             )
         if past_len > stored:
             raise CacheGapError(

@@ -116,7 +116,8 @@ def test_a_row_that_is_shown_several_times(growing: Filled) -> None:
         dense[3:].expand(5, -1, -1, -1) for dense in (growing.dense_k, growing.dense_v)
     )
     shape = (5, *k.shape[1:])
-    for shown in (torch.broadcast_to(k, shape), k.expand(shape), k.expand(5, -1, -1, -1)):
+    ways = (k.expand(shape), k.expand(5, -1, -1, -1), k.expand(size=shape))
+    for shown in (torch.broadcast_to(k, shape), *ways):
         assert isinstance(shown, KVTensor)
         assert torch.equal(shown.materialize(), dense_k)
     growing.store.materializations.clear()

@@ -118,6 +118,8 @@ def test_a_position_below_the_length_overwrites_and_a_gap_is_an_error() -> None:
     )
     with pytest.raises(CacheGapError, match=r"position 9 .* of 7 tokens"):
         case.store.append(k, v, 9)
+    with pytest.raises(CacheGapError, match="position -1"):
+        case.store.append(k, v, -1)
 
 
 def test_uncommitted_tokens_do_not_count_and_a_retry_overwrites_them() -> None:
