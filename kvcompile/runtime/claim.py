@@ -80,8 +80,10 @@ def writable_store(past: KVTensor) -> PagedStore:
     is_in_use = store.claimed or store.readers > 0
     if store.role_length(role) == length and not is_in_use:
         return store
-    # A quantized page holds both: whoever cuts it for K has cut it for V.
-    cut = role if store.layout.window is None else None
+    # A quantized page holds both: whoever cuts it for K has cut it for V. So does whoever cuts
+    # inside left padding, which new tokens take the place of.
+    cuts_padding = any(start > length for start in store.start_list())
+    cut = role if store.layout.window is None and not cuts_padding else None
     if not (is_in_use or _needed_beyond(store, length, (past,), cut)):
         store.truncate(length, cut)
         return store

@@ -144,6 +144,17 @@ def test_eager_code_forks_what_a_step_is_appending_to(quantized: bool) -> None:
     assert torch.equal(store.materialize("k")[:, :, LENGTH:], of_step[0])
 
 
+def test_eager_code_goes_on_where_left_padding_was() -> None:
+    case = filled_store(LENGTH, starts=(0, 5))
+    k, v = crop(case.k, 3), crop(case.v, 3)
+    new_k, new_v = new_tokens(2, 1)
+    k, v = cat(k, new_k), cat(v, new_v)
+    assert k.store is v.store
+    assert torch.equal(k, torch.cat([case.dense_k[:, :, :3], new_k], 2))
+    assert torch.equal(v, torch.cat([case.dense_v[:, :, :3], new_v], 2))
+    assert torch.equal(case.k, case.dense_k)
+
+
 def test_k_and_v_that_drifted_apart_are_stored_anew(case: Filled) -> None:
     other = filled_store(LENGTH)
     store = claim(case.k, other.v)
