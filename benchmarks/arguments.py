@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
+from benchmarks.timing import conditions, describe
 from kvcompile.format_requests import FormatRequest, parse_formats
 from kvcompile.options import OptionError
 from kvcompile.passes.plan_formats import EXACT_FORMATS
@@ -17,6 +19,18 @@ from kvcompile.quality_plot import PlotError, check_plot
 
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in EXACT_FORMATS.items()}
 """Dtypes of models, by name."""
+
+
+def begin() -> tuple[Console, dict[str, str]]:
+    """Print what the figures are of; return the console and that description, for JSON.
+
+    A file or a pipe has no width; tables of many columns are not to be cut there.
+    """
+    console, found = Console(highlight=False), conditions()
+    if not console.is_terminal:
+        console.width = 160
+    console.print(describe(found), markup=False)
+    return console, found
 
 
 def add_formats(parser: argparse.ArgumentParser, default: str) -> None:

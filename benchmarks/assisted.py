@@ -27,10 +27,10 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import kvcompile
-from benchmarks.arguments import DTYPES, add_formats, add_json, formats_of, write_json
+from benchmarks.arguments import DTYPES, add_formats, add_json, begin, formats_of, write_json
 from benchmarks.decode_candidates import EAGER, PREFILL_CHUNK, WrongResultError
 from benchmarks.decoding import kv_bytes
-from benchmarks.timing import Timing, conditions, describe
+from benchmarks.timing import Timing
 from tests.support.smollm2 import load_model, long_prompt
 from tests.support.tiny_models import prompt, tiny_llama
 
@@ -57,8 +57,13 @@ class _Clock(BaseStreamer):
 
     def seconds_per_token(self) -> float:
         """Return the time of a token behind those of the first step."""
-        (begin, _), *rest = self.heard[1:]
-        return (rest[-1][0] - begin) / sum(tokens for _, tokens in rest)
+        (start, _), *rest = self.heard[1:]
+        return (rest[-1][0] - start) / sum(tokens for _, tokens in rest)
+
+    def tokens_per_step(self) -> float:
+        """Return how many tokens a step behind the first one brought."""
+        steps = [tokens for _, tokens in self.heard[2:]]
+        return sum(steps) / len(steps)
 
 
 @dataclass
@@ -71,6 +76,7 @@ class Run:
         arguments: Of `generate`.
         seconds: Per token, of each turn.
         tokens: What was generated last.
+        per_step: Tokens that a step brought in the last turn.
         cache: The last cache.
         compilations: Graphs that its turns compiled.
     """
@@ -80,6 +86,7 @@ class Run:
     arguments: dict[str, Any]
     seconds: list[float] = field(default_factory=list)
     tokens: tuple[int, ...] = ()
+    per_step: float = 1.0
     cache: Any = None
     compilations: int = 0
 
@@ -98,6 +105,7 @@ class Run:
         result = self.run.generate(ids, streamer=clock, **self.arguments)
         self.compilations += counters["stats"]["unique_graphs"] - before
         self.seconds.append(clock.seconds_per_token())
+        self.per_step = clock.tokens_per_step()
         self.tokens, self.cache = tuple(result.sequences[0, ids.shape[1] :].tolist()), result.cache
 
 
@@ -150,6 +158,7 @@ def measure(
                 "candidate": run.name,
                 "tokens_per_s": 1 / timing.median,
                 "times_as_fast": statistics.median(baseline.seconds) / timing.median,
+                "tokens_per_step": run.per_step,
                 "compilations": run.compilations,
                 "kv_bytes": kv_bytes(run.cache),
                 "same_tokens": same,
@@ -166,6 +175,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
         "candidate",
         "tokens/s",
         "times as fast",
+        "tokens/step",
         "compilations",
         "KV MiB",
         "same tokens",
@@ -176,6 +186,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
             row["candidate"],
             f"{row['tokens_per_s']:.1f}",
             f"{row['times_as_fast']:.2f}",
+            f"{row['tokens_per_step']:.2f}",
             str(row["compilations"]),
             f"{row['kv_bytes'] / 2**20:.1f}",
             str(row["same_tokens"]),
@@ -198,10 +209,7 @@ def main(arguments: list[str]) -> None:
     add_json(parser)
     args = parser.parse_args(arguments)
     requests = formats_of(parser, args, {"inner_backend": args.inner_backend})
-    console, found = Console(highlight=False), conditions()
-    if not console.is_terminal:
-        console.width = 160
-    console.print(describe(found), markup=False)
+    console, found = begin()
     dtype = DTYPES[args.dtype]
     model: PreTrainedModel = tiny_llama(dtype=dtype) if args.tiny else load_model(dtype)
     with torch._dynamo.config.patch(recompile_limit=GRAPHS_OF_ALL):

@@ -29,12 +29,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from benchmarks.arguments import (
     DTYPES,
     add_formats,
     add_outputs,
+    begin,
     check_outputs,
     formats_of,
     write_json,
@@ -51,7 +51,7 @@ from benchmarks.attention_candidates import (
 )
 from benchmarks.attention_results import Figures, Result, panel_of, plot, tables
 from benchmarks.stores import PagedFormat, Setting, Shape, new_dense, paged_format, with_mean
-from benchmarks.timing import busy_cores, conditions, describe, interleave
+from benchmarks.timing import busy_cores, describe, interleave
 from kvcompile.options import OptionError
 from kvcompile.runtime.arena import Arena
 
@@ -212,10 +212,7 @@ def main(arguments: Sequence[str]) -> None:
     args, settings = parse(arguments)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    console, found = Console(highlight=False), conditions()
-    if not console.is_terminal:
-        console.width = 160
-    console.print(describe(found), markup=False)
+    console, found = begin()
     results: list[Result] = []
     for title, panel in itertools.groupby(settings, panel_of):
         for setting in panel:

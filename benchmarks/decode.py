@@ -24,6 +24,7 @@ from benchmarks.arguments import (
     DTYPES,
     add_formats,
     add_outputs,
+    begin,
     check_outputs,
     formats_of,
     write_json,
@@ -33,7 +34,7 @@ from benchmarks.decode_results import Row, plot, table
 from benchmarks.decoding import kv_bytes
 from benchmarks.first_token import measure_first_token
 from benchmarks.overhead import measure_overhead
-from benchmarks.timing import busy_cores, conditions, describe, interleave
+from benchmarks.timing import busy_cores, describe, interleave
 from kvcompile.format_requests import FormatRequest
 from kvcompile.reports import collect
 from tests.support.smollm2 import load_model, long_prompt
@@ -104,10 +105,7 @@ def main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     check_outputs(parser, args)
     requests = formats_of(parser, args, {"inner_backend": args.inner_backend})
-    console, found = Console(highlight=False), conditions()
-    if not console.is_terminal:
-        console.width = 160
-    console.print(describe(found), markup=False)
+    console, found = begin()
     dtype = DTYPES[args.dtype]
     model: PreTrainedModel = tiny_llama(dtype=dtype) if args.tiny else load_model(dtype)
 

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
 
-from benchmarks.timing import conditions, describe
+from benchmarks.arguments import begin
 from kvcompile.options import CacheOptions
 from tests.support.tiny_models import prompt, tiny_qwen2
 
@@ -60,8 +59,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.1, 3.0, 12.0, 40.0, 100.0])
     parser.add_argument("--head-dim", type=int, default=16)
     args = parser.parse_args(arguments)
-    console = Console(highlight=False)
-    console.print(describe(conditions()), markup=False)
+    console, _ = begin()
     table = Table(title="KL divergence by the size of K's bias: kept apart / quantized with K")
     for column in ("bias", *FORMATS):
         table.add_column(column, justify="right")

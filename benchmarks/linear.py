@@ -16,12 +16,11 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch.nn import functional as F
 
-from benchmarks.arguments import DTYPES
-from benchmarks.timing import conditions, describe, interleave
+from benchmarks.arguments import DTYPES, begin
+from benchmarks.timing import interleave
 from kvcompile.runtime.linear import linear
 
 LAYER = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]
@@ -38,7 +37,8 @@ def products(weights: Sequence[torch.Tensor], rows: int) -> dict[str, list[Produ
         "PyTorch": [functools.partial(F.linear, weight=w, bias=None) for w in weights],
         "as they lie": [functools.partial(linear, weight=w, bias=None) for w in weights],
     }
-    if weights[0].dtype is torch.bfloat16:  # oneDNN packs no other dtype of these
+    # oneDNN packs no other dtype of these, and this one only for CPUs with AVX-512.
+    if weights[0].dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         ways["oneDNN, packed"] = [_packed(w, rows) for w in weights]
     return ways
 
@@ -80,15 +80,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 9, 12])
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each way")
     parser.add_argument("--threads", type=int, help="of PyTorch and of the kernel")
     options = parser.parse_args(argv)
     if options.threads:
         torch.set_num_threads(options.threads)
-    console = Console()
-    console.print(describe(conditions()), highlight=False)
+    console, _ = begin()
     dtype = DTYPES[options.dtype]
     shapes = LAYER * options.layers + [HEAD]
     weights = [torch.randn(shape).to(dtype) for shape in shapes]

@@ -16,9 +16,6 @@ MaskKind = Literal["none", "causal", "bool", "additive"]
 Queries = Literal["one", "few", "many"]
 Compute = Literal["fp32", "int8", "fp16"]
 
-MOST_ROWS = 4
-"""Most rows of a `linear`: beyond, the products cost more than reading the weights."""
-
 DEFAULT_CHUNK = 256
 MOST_QUERIES = 16
 

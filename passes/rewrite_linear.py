@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from kvcompile.codegen.spec import MOST_ROWS, LinearSpec
+from kvcompile.codegen.cpu.isa import ISAS
+from kvcompile.codegen.spec import LinearSpec
 from kvcompile.passes.canonicalize import IS_HANDLE
 from kvcompile.passes.ir.ops import LINEAR
 from kvcompile.passes.ir.program import KernelUse
@@ -38,10 +39,11 @@ class RewriteLinear:
             return
         specs: list[LinearSpec] = []
         refused: Counter[str] = Counter()
+        most_rows = ISAS[options.isa].most_rows
         for node in program.graph.find_nodes(
             op="call_function", target=torch.ops.aten.linear.default
         ):
-            if reason := _refusal(node):
+            if reason := _refusal(node, most_rows):
                 refused[reason] += 1
                 continue
             node.target = LINEAR
@@ -55,18 +57,20 @@ class RewriteLinear:
             program.remarks.append(Remark("passed", "KVC410", self.name, "", "", reason))
 
 
-def _refusal(node: fx.Node) -> str | None:
+def _refusal(node: fx.Node, most_rows: int) -> str | None:
     """Return why the kernel cannot take a `linear`, or is no gain, or None.
 
-    What it takes may have more rows than this graph's example: they run as before.
+    Rows of a symbolic number may be few in one step and many in another, as those of a chunk of a
+    prompt and of guessed tokens that are verified: the operator leaves many of them to PyTorch.
     """
     operands = [n for n in node.args if isinstance(n, fx.Node)]
     if any(n.meta.get(IS_HANDLE) for n in operands):
         return "operands of a tensor subclass"  # such as quantized weights, which know better
     x, weight, *bias = (n.meta["val"] for n in operands)
     out = node.meta["val"]
-    if not 0 < _rows(x) <= MOST_ROWS:
-        return f"not 1 to {MOST_ROWS} rows"
+    rows = x.shape[:-1]
+    if all(isinstance(n, int) for n in rows) and not 0 < math.prod(rows) <= most_rows:
+        return f"not 1 to {most_rows} rows"
     if any(t.dtype != out.dtype for t in (x, weight, *bias)):
         return "operands of several dtypes"
     if out.dtype not in EXACT_FORMATS:
@@ -84,13 +88,3 @@ def _refusal(node: fx.Node) -> str | None:
     if weight.numel() < SMALLEST_WEIGHT:
         return f"weights of fewer than {SMALLEST_WEIGHT:,} numbers"
     return None
-
-
-def _rows(x: torch.Tensor) -> int:
-    """Return the rows of this graph's example, without a guard on their number."""
-    return math.prod(map(_example_of, x.shape[:-1]))
-
-
-def _example_of(size: object) -> int:
-    example = size.node.hint if isinstance(size, torch.SymInt) else size
-    return example if isinstance(example, int) else MOST_ROWS + 1

@@ -35,6 +35,8 @@ class Isa:
         name: Name used in specs.
         lanes: fp32 lanes of a vector; divides the tile of 16 tokens.
         accumulators: Vector registers a fragment may fill with running sums.
+        most_rows: Rows up to which a `linear` is faster than PyTorch's, as measured in
+            docs/decisions/0007: with AVX-512, PyTorch has products of bfloat16 that tile well.
         flags: Compiler flags.
         cpu_flags: What /proc/cpuinfo must list.
         vocabulary: The module with the C++ text of the vector functions.
@@ -43,6 +45,7 @@ class Isa:
     name: IsaName
     lanes: int
     accumulators: int
+    most_rows: int
     flags: tuple[str, ...]
     cpu_flags: frozenset[str]
     vocabulary: ModuleType
@@ -77,6 +80,7 @@ ISAS: dict[IsaName, Isa] = {
         name="avx512",
         lanes=16,
         accumulators=24,
+        most_rows=4,
         flags=("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
         cpu_flags=frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"}),
         vocabulary=vector_avx512,
@@ -85,6 +89,7 @@ ISAS: dict[IsaName, Isa] = {
         name="avx2",
         lanes=8,
         accumulators=12,
+        most_rows=12,
         flags=("-mavx2", "-mfma", "-mf16c"),
         cpu_flags=frozenset({"avx2", "fma", "f16c"}),
         vocabulary=vector_avx2,
@@ -93,6 +98,7 @@ ISAS: dict[IsaName, Isa] = {
         name="portable",
         lanes=4,
         accumulators=12,
+        most_rows=4,
         flags=(),
         cpu_flags=frozenset(),
         vocabulary=vector_portable,

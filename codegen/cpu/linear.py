@@ -12,7 +12,7 @@ from kvcompile.codegen.cpu.pages import INCLUDES
 from kvcompile.codegen.cpu.scalars import CTYPE, narrow, scalar_text, widen
 from kvcompile.codegen.cpu.text import comment, join_sections, render
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
-from kvcompile.codegen.spec import MOST_ROWS, LinearSpec
+from kvcompile.codegen.spec import LinearSpec
 
 SUMS = 4
 """Running sums of a row, enough to hide the FMA latency. Their number does not depend on how many
@@ -123,7 +123,7 @@ class LinearGenerator:
         """Print the kernel of `spec`."""
         isa, word = ISAS[spec.isa], CTYPE[spec.dtype]
         step = {"lanes": isa.lanes, "step": 2 * isa.lanes, "word": word}
-        block = min(isa.accumulators // SUMS, MOST_ROWS)
+        block = min(isa.accumulators // SUMS, isa.most_rows)
         load_pair = render(LOAD_PAIR[spec.dtype], lanes=isa.lanes)
         cases = "\n".join(
             f"        case {rows}: dots<{rows}>(w, from, n, n, bias, out, out_features); break;"
@@ -133,7 +133,7 @@ class LinearGenerator:
             spec.symbol,
             "a few rows times weights as they lie",
             "",
-            f"M rows, at most {MOST_ROWS}   K in_features   N out_features",
+            f"M rows, at most {isa.most_rows}   K in_features   N out_features",
             f"x, weight, bias, out  {spec.dtype}; sums in fp32, rounded once",
         ]
         vocabulary = (
@@ -158,7 +158,7 @@ class LinearGenerator:
             render(
                 MAIN,
                 signature=signature_text(spec),
-                most_rows=MOST_ROWS,
+                most_rows=isa.most_rows,
                 block=block,
                 x_i=widen(spec.dtype, "x_MK[r * n + i]"),
                 bias_o=widen(spec.dtype, "bias_N[o]"),

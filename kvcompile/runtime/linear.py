@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from kvcompile.codegen.cpu.isa import detect_isa
+from kvcompile.codegen.cpu.isa import ISAS, detect_isa
 from kvcompile.codegen.errors import UnsupportedKernelError
-from kvcompile.codegen.spec import MOST_ROWS, LinearSpec
+from kvcompile.codegen.spec import LinearSpec
 from kvcompile.runtime import launch
 from kvcompile.runtime.cpu_launch import check
 
@@ -27,8 +27,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         weight: [N, K].
         bias: [N] or None.
     """
-    rows = x.numel() // max(weight.shape[1], 1)
-    if not 0 < rows <= MOST_ROWS or not weight.is_contiguous():
+    if not weight.is_contiguous():
         return F.linear(x, weight, bias).contiguous()
     launcher = _linears.get(x.dtype)
     if launcher is None:
@@ -47,11 +46,15 @@ def _launcher(dtype: torch.dtype) -> Linear:
     if kernel is None:
         return F.linear
     pack, enter, threads = kernel.pack, kernel.enter, torch.get_num_threads
+    most_rows = ISAS[spec.isa].most_rows
 
     def launcher(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         outputs, inputs = weight.shape
         if x.shape[-1] != inputs or weight.dtype != x.dtype:
             raise ValueError(f"{x.dtype} {tuple(x.shape)} times {weight.dtype} {(outputs, inputs)}")
+        rows = x.numel() // max(inputs, 1)
+        if not 0 < rows <= most_rows:
+            return F.linear(x, weight, bias).contiguous()
         x = x.contiguous()
         address = 0
         if bias is not None:
@@ -65,7 +68,7 @@ def _launcher(dtype: torch.dtype) -> Linear:
             weight.data_ptr(),
             address,
             out.data_ptr(),
-            x.numel() // inputs,
+            rows,
             inputs,
             outputs,
             threads(),

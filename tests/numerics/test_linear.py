@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvcompile.codegen.cpu.compile import load
-from kvcompile.codegen.cpu.isa import available_isas
-from kvcompile.codegen.spec import MOST_ROWS, DTypeName, IsaName, LinearSpec
+from kvcompile.codegen.cpu.isa import ISAS, available_isas
+from kvcompile.codegen.spec import DTypeName, IsaName, LinearSpec
 
 pytestmark = pytest.mark.compiler
 
@@ -60,15 +60,19 @@ def product(
     return out
 
 
-@pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
-def test_within_the_bound_of_its_sums(spec: LinearSpec, rows: int) -> None:
+def most_rows(spec: LinearSpec) -> int:
+    return ISAS[spec.isa].most_rows
+
+
+def test_within_the_bound_of_its_sums(spec: LinearSpec) -> None:
     """A sum of n products in 16 or more chains, each multiplied and added with a rounding.
 
     A chain of n / 16 products, at most 31 single ones behind it, and 8 additions of the chains
     err by at most as many roundings of twice 2^-24 (a multiplication and an addition), relative
     to the sum of magnitudes (Higham, Accuracy and Stability, 3.1).
     """
-    for (outputs, inputs), with_bias in itertools.product(SIZES, (False, True)):
+    numbers = range(1, most_rows(spec) + 1)
+    for rows, (outputs, inputs), with_bias in itertools.product(numbers, SIZES, (False, True)):
         x = fenced((rows, inputs), DTYPES[spec.dtype])
         weight = fenced((outputs, inputs), DTYPES[spec.dtype])
         bias = fenced((outputs,), DTYPES[spec.dtype]) if with_bias else None
@@ -85,16 +89,17 @@ def test_within_the_bound_of_its_sums(spec: LinearSpec, rows: int) -> None:
 
 
 def test_a_row_has_one_result_alone_in_a_batch_and_on_two_threads(spec: LinearSpec) -> None:
-    x = fenced((MOST_ROWS, 583), DTYPES[spec.dtype])
+    x = fenced((most_rows(spec), 583), DTYPES[spec.dtype])
     weight = fenced((301, 583), DTYPES[spec.dtype])
     together = product(spec, x, weight, None)
     assert torch.equal(product(spec, x, weight, None, threads=2), together)
-    for row in range(MOST_ROWS):
+    for row in range(most_rows(spec)):
         alone = product(spec, x[row : row + 1], weight, None)
         assert torch.equal(alone[0], together[row])
 
 
 def test_more_rows_than_it_takes_are_refused(spec: LinearSpec) -> None:
-    kernel, x = load(spec), torch.zeros(MOST_ROWS + 1, 64, dtype=DTYPES[spec.dtype])
-    for rows in (0, MOST_ROWS + 1):
+    too_many = most_rows(spec) + 1
+    kernel, x = load(spec), torch.zeros(too_many, 64, dtype=DTYPES[spec.dtype])
+    for rows in (0, too_many):
         assert kernel.call(*[x.data_ptr()] * 4, rows, 64, 1, 1) == 1
