@@ -136,36 +136,41 @@ def _identity(node: fx.Node) -> fx.Node | None:
 
 
 def strip_repeat_kv(node: fx.Node) -> fx.Node:
-    """Return `[B, K, T, D]` behind the copies that give every query head a KV head.
-
-    Recognises `reshape(expand(unsqueeze(x, 2)))` and `repeat_interleave(x, n, 1)`.
-    """
+    """Return `[B, K, T, D]` behind the copies that give every query head a KV head."""
     node = peel(node)
-    if is_call(node, aten.repeat_interleave.self_int) and node.args[2:] == (1,):
-        return peel(the_node(node.args[0]))
+    heads = repeated_heads(node, 1)
+    return node if heads is None else peel(heads)
+
+
+def repeated_heads(node: fx.Node, dim: int) -> fx.Node | None:
+    """Return the tensor of four dimensions each of whose heads a node repeats in a row, or None.
+
+    Recognises `reshape(expand(unsqueeze(x, dim + 1)))` and `repeat_interleave(x, n, dim)`.
+
+    Args:
+        node: What may repeat heads.
+        dim: The dimension that counts heads, 1 or 2.
+    """
+    if is_call(node, aten.repeat_interleave.self_int) and node.args[2:] == (dim,):
+        return the_node(node.args[0])
     if not is_call(node, aten.reshape.default, aten.view.default, aten._unsafe_view.default):
-        return node
-    expanded = _peel_clone(the_node(node.args[0]))
+        return None
+    expanded = the_node(node.args[0])
+    while is_call(expanded, aten.clone.default, aten.contiguous.default):
+        expanded = the_node(expanded.args[0])
     if not is_call(expanded, aten.expand.default):
-        return node
+        return None
     unsqueezed = peel(the_node(expanded.args[0]))
-    if not is_call(unsqueezed, aten.unsqueeze.default) or unsqueezed.args[1] not in (2, -3):
-        return node
-    base = the_node(unsqueezed.args[0])
-    wide, narrow, big = value(node), value(base), value(expanded)
-    if wide is None or narrow is None or big is None or narrow.dim() != 4 or wide.dim() != 4:
-        return node
-    kept = (0, 2, 3)
-    heads = same_size(wide.shape[1], big.shape[1] * big.shape[2])
-    if heads and all(same_size(wide.shape[d], narrow.shape[d]) for d in kept):
-        return peel(base)
-    return node
-
-
-def _peel_clone(node: fx.Node) -> fx.Node:
-    while is_call(node, aten.clone.default, aten.contiguous.default):
-        node = the_node(node.args[0])
-    return node
+    inserted = (dim + 1, dim - 4)
+    if not is_call(unsqueezed, aten.unsqueeze.default) or unsqueezed.args[1] not in inserted:
+        return None
+    heads = the_node(unsqueezed.args[0])
+    wide, narrow, big = value(node), value(heads), value(expanded)
+    if wide is None or narrow is None or big is None or wide.dim() != 4 or narrow.dim() != 4:
+        return None
+    same = same_size(wide.shape[dim], big.shape[dim] * big.shape[dim + 1])
+    kept = [d for d in range(4) if d != dim]
+    return heads if same and all(same_size(wide.shape[d], narrow.shape[d]) for d in kept) else None
 
 
 def number(arg: fx.node.Argument) -> float | None:
