@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -33,10 +31,9 @@ from kvcompile.runtime import launch
 from kvcompile.runtime.as_written import with_dense_inputs
 from kvcompile.runtime.budget import Budget
 from kvcompile.runtime.executor import Executor
+from kvcompile.runtime.targets import gpu_devices
 
 Compiled = Callable[..., Any]
-
-NO_TRITON = "pip install triton; until then caches on GPUs stay as the model made them."
 
 EXPECTED_COMPILATIONS = 2
 """Prefill and decode; every further compilation of a function is explained by a remark."""
@@ -150,7 +147,7 @@ def pass_options(options: CacheOptions) -> PassOptions:
     return PassOptions(
         isa=isa,
         gpu_isa=gpu_isa(),
-        gpu_devices=_gpu_devices(),
+        gpu_devices=gpu_devices(),
         has_integer_dot=has_integer_dot(isa),
         dtypes=options.dtypes(),
         page_size=options.page_size,
@@ -162,20 +159,6 @@ def pass_options(options: CacheOptions) -> PassOptions:
         fuse_rope=options.fuse_rope,
         separate_k_bias=options.separate_k_bias,
     )
-
-
-def _gpu_devices() -> tuple[str, ...]:
-    """Return the devices whose caches get GPU kernels; none unless the environment asks for them.
-
-    Without a GPU they can be looked at, and run in Triton's interpreter.
-    """
-    if os.environ.get("KVCOMPILE_TARGET") != "gpu":
-        return ()
-    if find_spec("triton") is None:
-        reason = "KVCOMPILE_TARGET=gpu asks for Triton, which is not installed"
-        emit(Remark("missed", "KVC303", "backend", "", "", reason, NO_TRITON), once="triton")
-        return ()
-    return ("cuda",) if torch.cuda.is_available() else ("cpu",)
 
 
 def _requires_grad(gm: fx.GraphModule) -> bool:

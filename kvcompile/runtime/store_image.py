@@ -6,7 +6,6 @@ this way, and comes back byte for byte: nothing is decoded, and nothing is quant
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +24,7 @@ from kvcompile.runtime.errors import CacheFileError
 from kvcompile.runtime.page_table import PageTable
 from kvcompile.runtime.quantized_store import QuantizedStore
 from kvcompile.runtime.store import PagedStore
+from kvcompile.runtime.targets import native_order
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
@@ -143,12 +143,6 @@ class StoreImage:
             expected = [full, [window.exact_pages(n, f, size) for n, f in rows]]
         if [[len(row) for row in table] for table in self.tables] != expected:
             raise ValueError(f"the pages of {longest} tokens are not there")
-
-
-def native_order(device: torch.device) -> Order:
-    """Return the order of records that the kernels of a device read."""
-    asked = os.environ.get("KVCOMPILE_TARGET") == "gpu"
-    return "gpu16" if device.type != "cpu" or (asked and not torch.cuda.is_available()) else "cpu16"
 
 
 def in_order(pages: torch.Tensor, layout: RecordLayout, order: Order) -> torch.Tensor:

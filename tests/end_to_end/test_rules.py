@@ -227,7 +227,7 @@ def test_logs_say_a_miss_once() -> None:
 
 def test_without_triton_caches_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCOMPILE_TARGET", "gpu")
-    monkeypatch.setattr("kvcompile.backend.find_spec", lambda _: None)
+    monkeypatch.setattr("kvcompile.runtime.targets.find_spec", lambda _: None)
     model, ids = tiny_llama(), prompt(9)
     expected = generate(model, ids, 4)
     run = compiled(model)
