@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch
 
 from kvcompile.codegen.layout import RecordLayout
-from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.passes.plan_formats import EXACT_FORMATS, EXACT_PAGE_SIZE
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.dense import DenseCell
 from kvcompile.runtime.errors import CacheKindError
 from kvcompile.runtime.handle import KVTensor
+from kvcompile.runtime.notices import tell_still_held
 from kvcompile.runtime.registry import ROLES, Role
 from kvcompile.runtime.store import PagedStore
 
@@ -81,25 +81,9 @@ class Moves:
             for alias in [h for h in old.live_handles() if h.role == handle.role]:
                 alias.rebind(store, role)
         if any(dense() is not None for dense in released):
-            _tell_still_held()
+            tell_still_held()
 
 
 def _is_free(store: PagedStore) -> bool:
     """Whether nothing of a static buffer is in pages."""
     return store.capacity is not None and not (store.k_len or store.v_len)
-
-
-def _tell_still_held() -> None:
-    emit(
-        Remark(
-            kind="note",
-            code="KVC504",
-            origin="adopt",
-            site="",
-            where="",
-            reason="a buffer has moved into pages, but somebody still holds its dense tensor: its "
-            "memory is not released, and writes to it no longer reach the cache",
-            hint="take buffers from the module itself after kvcompile.adopt",
-        ),
-        once="adopted-and-held",
-    )

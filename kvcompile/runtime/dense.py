@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime import launch
 from kvcompile.runtime.errors import StaleHandleError
+from kvcompile.runtime.notices import tell_materialized
 from kvcompile.runtime.registry import Role, anchor_for, register
 
 if TYPE_CHECKING:
@@ -30,20 +30,7 @@ class Materializations(Counter[str]):
         """Count an operator for which a dense tensor is made and dropped; tell the first time."""
         self[operator] += 1
         if operator not in ASKED_FOR:
-            emit(
-                Remark(
-                    kind="note",
-                    code="KVC507",
-                    origin="handle",
-                    site="",
-                    where="",
-                    reason=f"{operator} needed a KV handle as a dense tensor, which was made for "
-                    "it and dropped again; memory_report counts how often",
-                    hint="What stays in pages: crops from token 0; slicing, selecting, repeating "
-                    "and joining rows; clone and deepcopy; saving and loading.",
-                ),
-                once=operator,
-            )
+            tell_materialized(operator)
 
 
 def dense_of(store: PagedStore, role: Role, length: int | None) -> torch.Tensor:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime.dense import DenseCell, RowsCell
 from kvcompile.runtime.errors import HandleWriteError, StaleHandleError
 from kvcompile.runtime.exits import PythonExits
+from kvcompile.runtime.notices import tell_turned_dense
 from kvcompile.runtime.ops import materialize
 from kvcompile.runtime.registry import Role, find, read_anchor
 from kvcompile.runtime.store import PagedStore
@@ -186,7 +186,7 @@ class KVTensor(PythonExits):
         cell = self.shared_cell()
         if cell.dense is None:
             cell.turn_dense(operator)
-            _tell(operator)
+            tell_turned_dense(operator)
         present = self._present_dense()
         assert present is not None
         return present
@@ -283,22 +283,6 @@ class KVTensor(PythonExits):
         if cell is None or cell.dense is None:
             return None
         return cell.first(self.tokens)
-
-
-def _tell(operator: str) -> None:
-    emit(
-        Remark(
-            kind="note",
-            code="KVC503",
-            origin="handle",
-            site="",
-            where="",
-            reason=f"{operator} writes to a KV handle or takes a view of it, so that the handle "
-            "keeps a dense tensor besides its pages until it dies or is appended to",
-            hint="Operators that copy, and crops from token 0, keep the cache in pages.",
-        ),
-        once=operator,
-    )
 
 
 def _from_anchor(anchor: torch.Tensor, size: Sequence[int]) -> KVTensor:

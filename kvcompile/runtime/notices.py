@@ -1,4 +1,4 @@
-"""What is said once about something that stores do by themselves."""
+"""What is said once about something that stores and handles do by themselves."""
 
 from __future__ import annotations
 
@@ -36,4 +36,56 @@ def tell_stale_view() -> None:
             hint="take views of a static cache anew after every step",
         ),
         once="stale-view",
+    )
+
+
+def tell_still_held() -> None:
+    """Say that the memory of an adopted buffer is not released."""
+    emit(
+        Remark(
+            kind="note",
+            code="KVC504",
+            origin="adopt",
+            site="",
+            where="",
+            reason="a buffer has moved into pages, but somebody still holds its dense tensor: its "
+            "memory is not released, and writes to it no longer reach the cache",
+            hint="take buffers from the module itself after kvcompile.adopt",
+        ),
+        once="adopted-and-held",
+    )
+
+
+def tell_turned_dense(operator: str) -> None:
+    """Say that a handle keeps a dense tensor from now on."""
+    emit(
+        Remark(
+            kind="note",
+            code="KVC503",
+            origin="handle",
+            site="",
+            where="",
+            reason=f"{operator} writes to a KV handle or takes a view of it, so that the handle "
+            "keeps a dense tensor besides its pages until it dies or is appended to",
+            hint="Operators that copy, and crops from token 0, keep the cache in pages.",
+        ),
+        once=operator,
+    )
+
+
+def tell_materialized(operator: str) -> None:
+    """Say that a dense tensor was made of a handle for one operator."""
+    emit(
+        Remark(
+            kind="note",
+            code="KVC507",
+            origin="handle",
+            site="",
+            where="",
+            reason=f"{operator} needed a KV handle as a dense tensor, which was made for it and "
+            "dropped again; memory_report counts how often",
+            hint="What stays in pages: crops from token 0; slicing, selecting, repeating and "
+            "joining rows; clone and deepcopy; saving and loading.",
+        ),
+        once=operator,
     )
