@@ -115,8 +115,10 @@ class Budget:
         return CacheBudgetError(
             f"{least:,} bytes of pages were to be added to the {in_use:,} in use, but "
             f"kv_cache_memory_bytes is {self.limit:,}.{fits} No token is lost, and the step can be "
-            "repeated: drop or crop another cache of this model first; or compile with a larger "
-            "kv_cache_memory_bytes or a smaller kv_cache_dtype, or generate fewer tokens or rows"
+            "repeated behind the `except` block; inside it the traceback keeps the handles of the "
+            "failed step alive. Drop or crop another cache of this model first; or compile with a "
+            "larger kv_cache_memory_bytes or a smaller kv_cache_dtype, or generate fewer tokens or "
+            "rows"
         )
 
 

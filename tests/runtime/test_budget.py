@@ -133,6 +133,24 @@ def test_a_store_that_finds_no_room_keeps_its_tokens(make: object) -> None:
     assert all(torch.equal(store.materialize(role), once.materialize(role)) for role in ROLES)
 
 
+def test_a_step_is_repeated_behind_the_except_block_as_its_error_says() -> None:
+    kind = empty_store()
+    budget = Budget(50 * kind.arena.page_bytes)
+
+    def generate(tokens: int) -> None:
+        store = limited(kind, budget)
+        push(store, *new_tokens(2, tokens))
+        if tokens == 20 * PAGE:
+            store.append(*new_tokens(2, 10 * PAGE), tokens)
+
+    with pytest.raises(CacheBudgetError, match="repeated behind the `except` block") as caught:
+        generate(20 * PAGE)
+    with pytest.raises(CacheBudgetError):  # as inside it: somebody holds the traceback
+        generate(10 * PAGE)
+    del caught
+    generate(10 * PAGE)
+
+
 def test_beams_that_find_no_room_for_a_copy_keep_their_tokens() -> None:
     kind = empty_store(batch=1)
     budget = Budget(6 * kind.arena.page_bytes)
