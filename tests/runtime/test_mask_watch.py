@@ -1,11 +1,16 @@
 """Masks on a device are looked at once per step, whatever tensor each layer gets them as."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from kvcompile.runtime.errors import CacheGapError
 from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.mask_watch import MaskWatch
+from kvcompile.runtime.masks import is_visible
 from kvcompile.runtime.store import PagedStore
 from tests.support.programs import static_handles
 
@@ -42,3 +47,24 @@ def test_each_mask_of_a_step_is_looked_at(store: PagedStore) -> None:
         watch.look(store, mask.clone(), STORED)
     watch.look(store, mask[..., :5], STORED)
     assert watch._seen.tolist() == [4, 0]
+
+
+def test_threads_take_turns(store: PagedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They decode with one graph, whose steps share what was looked at last."""
+    watch, inside = MaskWatch(torch.device("cpu")), threading.Lock()
+
+    def slow(mask: torch.Tensor) -> torch.Tensor:
+        assert inside.acquire(blocking=False), "another thread is looking"
+        time.sleep(0.01)
+        inside.release()
+        return is_visible(mask)
+
+    monkeypatch.setattr("kvcompile.runtime.mask_watch.is_visible", slow)
+
+    def step(_: int) -> None:
+        watch.begin()
+        watch.look(store, torch.ones(2, 1, 1, CAPACITY, dtype=torch.bool), STORED)
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        list(pool.map(step, range(6)))
+    assert watch._seen.tolist() == [6, 0]
