@@ -22,6 +22,7 @@ from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.as_written import INPUT, dense_input
 from kvcompile.runtime.budget import Budget
 from kvcompile.runtime.claim import append_dense, claim, drop_cropped, filled, lend
+from kvcompile.runtime.counters import Counters
 from kvcompile.runtime.gpu_steps import gpu_steps_of
 from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.joining import moved
@@ -33,8 +34,8 @@ class Executor:
     """Runs one rewritten graph.
 
     Lengths of the stores move only after the graph has run: a step that fails leaves every cache
-    as it was, and may be repeated. Slots of a static buffer may have been written; counters in main
-    memory that the graph moves on are set back.
+    as it was, and may be repeated. Slots of a static buffer may have been written; counters that
+    the graph moves on are set back.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Executor:
             per_token = sum(plan.page_bytes / plan.layout.page_size for plan in self._plans)
             budget.token_bytes = max(budget.token_bytes, per_token)
         self._dense_inputs = _handles_that_stay(program)
-        self._counters = [binding.kept_inputs[i] for i in _written_counters(program)]
+        self._counters = Counters(program, binding.kept_inputs)
         self.gpu_steps = gpu_steps_of(program, inner, records=records)
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
@@ -83,15 +84,14 @@ class Executor:
             # `to_local` makes a new view of a parameter; what is derived from weights goes by
             # their identity.
             args = tuple(a._local_tensor if i in self._shards else a for i, a in enumerate(args))
-        counted = [(args[i], args[i].item()) for i in self._counters]
+        counted = self._counters.copies(args)
         stores = self._bind_all(args)
         try:
             return self._step(args, stores)
         except BaseException:
             for store in self._appended(stores):
                 store.abandon()
-            for counter, number in counted:
-                counter.fill_(number)
+            self._counters.set_back(args, counted)
             raise
         finally:
             self._release(stores)
@@ -335,14 +335,3 @@ def _handles_that_stay(program: Program) -> tuple[tuple[int, bool], ...]:
         for i, node in enumerate(program.placeholders)
         if isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].dim() == 4
     )
-
-
-def _written_counters(program: Program) -> list[int]:
-    """Return the inputs in main memory, a whole number each, that the graph writes to."""
-    return [
-        i
-        for i, node in enumerate(program.placeholders)
-        if isinstance(value := node.meta.get("val"), torch.Tensor)
-        and (value.numel(), value.dtype, value.device.type) == (1, torch.int64, "cpu")
-        and writer(node) is not None
-    ]
