@@ -31,6 +31,7 @@ from kvcompile.runtime import launch
 from kvcompile.runtime.as_written import with_dense_inputs
 from kvcompile.runtime.budget import Budget
 from kvcompile.runtime.executor import Executor
+from kvcompile.runtime.fused import FusedBoundary
 from kvcompile.runtime.targets import gpu_devices
 
 Compiled = Callable[..., Any]
@@ -122,7 +123,8 @@ def kvcompile(
         kernels_found = kernels.result()
     records = kernels_found and _mode_options(mode).get(RECORDS, False)
     budget = Budget.of(options, parsed.memory_limit())
-    return Executor(program, inner, records=records, budget=budget)
+    executor = Executor(program, inner, records=records, budget=budget)
+    return FusedBoundary(program.fused, executor) if program.fused else executor
 
 
 def compile(model: nn.Module, **options: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,15 +15,14 @@ from kvcompile.passes.ir.stream import CacheStream, StateUpdate, UpdateKind
 from kvcompile.passes.patterns.layout import (
     fixed,
     is_call,
-    is_prefix_slice,
     number,
     peel,
-    strip_repeat_kv,
     the_dim,
     the_node,
     value,
     writer,
 )
+from kvcompile.passes.patterns.path import Path, before_path
 from kvcompile.passes.patterns.token_writes import is_write, token_write
 
 if TYPE_CHECKING:
@@ -101,20 +99,11 @@ def _stream(program: Program, site: AttentionSite) -> CacheStream | Missed:
     return CacheStream(site=site.index, k=k, v=v)
 
 
-@dataclass(frozen=True, eq=False)
-class _Path:
-    """Where walking back from K or V ended, how its dimensions were permuted, and what was cut."""
-
-    node: fx.Node
-    swapped: bool
-    prefix: fx.Node | None = None
-
-
 def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Missed:
     """Find the state behind one operand of the attention."""
     outputs = program.outputs
-    path = _Path(operand, swapped=False)
-    fresh: _Path | None = None
+    path = Path(operand, swapped=False)
+    fresh: Path | None = None
     while True:
         node = path.node
         if (found := _cat(path)) or (found := _index_copy(path)):
@@ -137,7 +126,7 @@ def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Miss
                 "or not token by token in all rows",
                 node,
             )
-        before = _before(path)
+        before = before_path(path)
         if before is None:
             break
         path = before
@@ -166,7 +155,7 @@ def _written_elsewise(node: fx.Node) -> fx.Node | None:
     return writer(node) if node.op == "placeholder" else None
 
 
-def _only_read(path: _Path, what: str) -> StateUpdate | Missed:
+def _only_read(path: Path, what: str) -> StateUpdate | Missed:
     """Return an input that the graph adds nothing to, if it is in pages already."""
     node = path.node
     if not node.meta.get(IS_HANDLE):
@@ -243,31 +232,10 @@ def _same(out: fx.Node, node: fx.Node) -> bool:
     return out is node or peel(out) is node
 
 
-def _before(path: _Path) -> _Path | None:
-    """Step back over one layout operator, or return None where there is none."""
-    node = path.node
-    peeled = peel(node)
-    if peeled is not node:
-        return replace(path, node=the_node(node.args[0]))
-    if is_call(node, aten.transpose.int):
-        if {the_dim(node, 1), the_dim(node, 2)} == {1, 2}:
-            return replace(path, node=the_node(node.args[0]), swapped=not path.swapped)
-        return None
-    if is_call(node, aten.permute.default) and node.args[1] == [0, 2, 1, 3]:
-        return replace(path, node=the_node(node.args[0]), swapped=not path.swapped)
-    # Who knows how far a static buffer is filled reads no more of it, and needs no mask for that.
-    if is_prefix_slice(node, 1 if path.swapped else 2):
-        inner = the_node(node.args[0])
-        cut = replace(path, node=inner, prefix=path.prefix or node)
-        return cut if is_write(peel(inner)) else None
-    stripped = strip_repeat_kv(node)
-    return replace(path, node=stripped) if stripped is not node else None
-
-
 _Found = tuple[UpdateKind, fx.Node, fx.Node | None, fx.Node | None]
 
 
-def _cat(path: _Path) -> _Found | None:
+def _cat(path: Path) -> _Found | None:
     """Match `cat([past, new], token_dim)`; an empty past is no past."""
     node = path.node
     if not is_call(node, aten.cat.default):
@@ -287,7 +255,7 @@ def _cat(path: _Path) -> _Found | None:
     return ("cat", new, past, None) if past.op == "placeholder" else None
 
 
-def _index_copy(path: _Path) -> _Found | None:
+def _index_copy(path: Path) -> _Found | None:
     """Match tokens written into a buffer at positions."""
     write = token_write(path.node)
     if write is None or write.dim != (1 if path.swapped else 2):

@@ -19,6 +19,7 @@ from kvcompile.passes.match_attention import MatchAttention
 from kvcompile.passes.plan_formats import PlanFormats
 from kvcompile.passes.rewrite_linear import RewriteLinear
 from kvcompile.passes.rewrite_paged import RewritePaged
+from kvcompile.passes.split_fused import SplitFused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
 PIPELINE: tuple[Pass, ...] = (
     Canonicalize(),  # one spelling of everything, so that the passes after it stay small
     MatchAttention(),
+    SplitFused(),  # behind it, K and V are tensors of their own
     InferDataflow(),
     PlanFormats(),
-    RewritePaged(),  # the first pass to change the graph
+    RewritePaged(),
     FuseRope(),
     RewriteLinear(),  # once attention has its own operators, what is left are plain products
     LowerKernels(),  # last: it drops metadata that the passes before it read

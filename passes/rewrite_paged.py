@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,7 +105,7 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
         out.meta = {key: val for key, val in site.out.meta.items() if key != "from_node"}
         site.out.replace_all_uses_with(out)
         program.graph.erase_node(site.out)
-        _follow(program, site.out, out)
+        program.follow(site.out, out)
     elif stream.k.kind == "fresh":
         for update in (stream.k, stream.v):
             if update.state is not update.new:
@@ -134,24 +133,6 @@ def _call(
     if stream.k.kind == "fresh_index_copy":
         return _attend_new(program, site, k, v, mask)
     return None
-
-
-def _follow(program: Program, before: fx.Node, after: fx.Node) -> None:
-    """Let the sites behind an attention take its replacement as their operand."""
-
-    def current(node: fx.Node) -> fx.Node:
-        return after if node is before else node
-
-    program.sites = tuple(
-        dataclasses.replace(
-            site,
-            q=current(site.q),
-            k=current(site.k),
-            v=current(site.v),
-            mask=None if site.mask is None else current(site.mask),
-        )
-        for site in program.sites
-    )
 
 
 def _append_attend(
@@ -330,6 +311,7 @@ def _close(
     program.graph.eliminate_dead_code(is_impure)
     gone_inputs = {i for s in states for i in (s.k_input, s.v_input) if i is not None}
     gone_inputs |= {i for i, node in enumerate(captured) if node.meta["val"] is None}  # meshes
+    gone_inputs |= {f.input for f in program.fused if f.input is not None}
     for i in sorted(gone_inputs):
         _release_sizes(program, captured[i])
         program.graph.erase_node(captured[i])

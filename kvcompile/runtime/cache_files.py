@@ -204,6 +204,11 @@ def _pairs(cache: object) -> list[Pair]:
             raise CacheFileError(
                 f"a {type(cache).__name__} was to be saved; give a cache with layers, or (k, v)s"
             )
+        if any(isinstance(pair, torch.Tensor) for pair in cache):
+            raise CacheFileError(
+                "a cache with K and V in one tensor was to be saved; use torch.save, which keeps "
+                "it in pages as well"
+            )
         return [(pair[0], pair[1]) for pair in cache]
     for number, layer in enumerate(layers):
         if getattr(layer, "is_sliding", False) or not hasattr(layer, "keys"):

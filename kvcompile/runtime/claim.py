@@ -83,7 +83,8 @@ def writable_store(past: KVTensor) -> PagedStore:
     # A quantized page holds both: whoever cuts it for K has cut it for V. So does whoever cuts
     # inside left padding, which new tokens take the place of.
     cuts_padding = any(start > length for start in store.start_list())
-    cut = role if store.layout.window is None and not cuts_padding else None
+    is_apart = role != "kv" and store.layout.window is None
+    cut = role if is_apart and not cuts_padding else None
     if not (is_in_use or _needed_beyond(store, length, (past,), cut)):
         store.truncate(length, cut)
         return store
@@ -171,7 +172,7 @@ def _needed_beyond(
 ) -> bool:
     """Whether a live handle other than `users` stands for tokens from `length` on."""
     return any(
-        handle.tokens > length and role in (None, handle.role)
+        handle.tokens > length and (role in (None, handle.role) or handle.role == "kv")
         for handle in store.live_handles()
         if not any(handle is user for user in users)
     )

@@ -39,6 +39,9 @@ def dense_of(store: PagedStore, role: Role, length: int | None) -> torch.Tensor:
     cell = store.cells.get(role)
     if cell is not None and cell.dense is not None:
         return cell.dense.clone()
+    if role == "kv":
+        assert store.fused is not None
+        return store.fused.join(dense_of(store, "k", length), dense_of(store, "v", length))
     if store.capacity is None:
         wanted = stored if length is None else length
         if wanted > stored:
@@ -160,14 +163,12 @@ class DenseCell:
         """Return the first `length` tokens of the dense tensor."""
         dense = self.dense
         assert dense is not None
-        if dense.shape[self.token_dim] == length:
-            return dense
-        return dense.narrow(self.token_dim, 0, length)
+        time = self.token_dim_of(self.role)
+        return dense if dense.shape[time] == length else dense.narrow(time, 0, length)
 
-    @property
-    def token_dim(self) -> int:
-        """Dimension that counts tokens."""
-        return self.store.token_dim
+    def token_dim_of(self, role: Role) -> int:
+        """Return the dimension of the dense tensor that counts tokens."""
+        return self.store.token_dim_of(role)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor the cell owns."""

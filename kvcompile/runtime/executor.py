@@ -333,5 +333,5 @@ def _handles_that_stay(program: Program) -> tuple[tuple[int, bool], ...]:
     return tuple(
         (i, writer(node) is not None)
         for i, node in enumerate(program.placeholders)
-        if isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].dim() == 4
+        if isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].dim() in (4, 5)
     )

@@ -14,6 +14,7 @@ from kvcompile.runtime.errors import HandleHasNoStorageError, HandleWriteError
 
 if TYPE_CHECKING:
     from kvcompile.runtime.handle import KVTensor
+    from kvcompile.runtime.registry import Role
     from kvcompile.runtime.store import PagedStore
 
 # A view made in the dispatcher has the handle as its autograd base, which Dynamo cannot
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 # fmt: off
 VIEW_METHODS = (
     "as_strided", "diagonal", "flatten", "movedim", "moveaxis", "permute",
-    "ravel", "reshape", "reshape_as", "select", "squeeze", "swapaxes", "swapdims", "t",
-    "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as",
+    "ravel", "reshape", "reshape_as", "squeeze", "swapaxes", "swapdims", "t",
+    "transpose", "unflatten", "unfold", "unsqueeze", "view", "view_as",
 )
 # fmt: on
 
@@ -36,12 +37,25 @@ class PythonExits(torch.Tensor):
     """The part of a handle that ordinary Python sees."""
 
     store: PagedStore | None
+    role: Role
 
     @property
     def token_dim(self) -> int:
         """Dimension that counts tokens."""
         assert self.store is not None
-        return self.store.token_dim
+        return self.store.token_dim_of(self.role)
+
+    @property
+    def batch_dim(self) -> int:
+        """Dimension that counts rows."""
+        assert self.store is not None
+        return self.store.batch_dim_of(self.role)
+
+    @property
+    def parts_dim(self) -> int | None:
+        """Dimension that tells K and V apart, if the handle is both."""
+        fused = self.store.fused if self.store is not None and self.role == "kv" else None
+        return None if fused is None else fused.dim
 
     def read(self, operator: str) -> torch.Tensor:
         """Return the dense values for reading only."""
@@ -72,12 +86,16 @@ class PythonExits(torch.Tensor):
         """Return a fresh handle that shows its only row `count` times."""
         raise NotImplementedError
 
+    def only(self, role: Role) -> torch.Tensor:
+        """Return K or V of a tensor of both."""
+        raise NotImplementedError
+
     def __getitem__(self, index: Any) -> Any:
         """Crop and slice rows on pages; take every other view from the dense tensor."""
         if self.store is None:
             return super().__getitem__(index)
         if self.store.capacity is None:
-            part = _rows_and_length(index, self.shape, self.token_dim)
+            part = _rows_and_length(index, self.shape, self.batch_dim, self.token_dim)
             if part is not None:
                 return self.rows(*part)
         if isinstance(index, (torch.Tensor, list)) or _has_tensor(index):
@@ -100,8 +118,12 @@ class PythonExits(torch.Tensor):
             fits = 0 <= first <= first + length <= self.shape[dim]
             if fits and dim % self.ndim == self.token_dim and first == 0:
                 return self.alias(length)
-            if fits and dim % self.ndim == 0 and length:
+            if fits and dim % self.ndim == self.batch_dim and length:
                 return self.rows(range(first, first + length))
+            if fits and dim % self.ndim == self.parts_dim:
+                role = self.store.role_at(first, length)
+                if role is not None:
+                    return self.only(role)
         return self.turn_dense("narrow").narrow(dim, start, length)
 
     def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[torch.Tensor, ...]:
@@ -133,12 +155,13 @@ class PythonExits(torch.Tensor):
             return super().expand(*sizes, **named)
         wanted = sizes if sizes and isinstance(sizes[0], int) else tuple(*sizes)
         shape = tuple(self.shape)
-        rest = [size in (-1, own) for size, own in zip(wanted[1:], shape[1:], strict=False)]
-        if len(wanted) == len(shape) and all(rest) and self.store.capacity is None:
-            if wanted[0] in (-1, shape[0]):
+        batch = self.batch_dim
+        changed = [d for d, size in enumerate(wanted) if size not in (-1, *shape[d : d + 1])]
+        if len(wanted) == len(shape) and self.store.capacity is None:
+            if not changed:
                 return self.alias()
-            if shape[0] == 1 and wanted[0] > 0:
-                return self.repeated(wanted[0])
+            if changed == [batch] and shape[batch] == 1 and wanted[batch] > 0:
+                return self.repeated(wanted[batch])
         return self.turn_dense("expand").expand(*sizes)
 
     def expand_as(self, other: torch.Tensor) -> torch.Tensor:
@@ -153,10 +176,29 @@ class PythonExits(torch.Tensor):
         output_size: int | torch.SymInt | None = None,
     ) -> torch.Tensor:
         """Repeat rows on pages, any other dimension on the dense tensor."""
-        if self.store is None or dim not in (0, -self.ndim):
+        batch = None if self.store is None else self.batch_dim
+        if batch is None or dim is None or dim % self.ndim != batch:
             return super().repeat_interleave(repeats, dim, output_size=output_size)
-        rows = torch.arange(self.shape[0], device=self.device).repeat_interleave(repeats)
-        return self.index_select(0, rows)
+        rows = torch.arange(self.shape[batch], device=self.device).repeat_interleave(repeats)
+        return self.index_select(batch, rows)
+
+    def select(self, dim: int, index: int | torch.SymInt) -> torch.Tensor:
+        """Return K or V of a handle of both; take all else from the dense tensor."""
+        if self.store is None:
+            return super().select(dim, index)
+        if dim % self.ndim == self.parts_dim and index in (-2, -1, 0, 1):
+            role = self.store.role_at(int(index) % 2)
+            if role is not None:
+                return self.only(role)
+        return self.turn_dense("select").select(dim, index)
+
+    def unbind(self, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        """Return K and V of a handle of both; take all else from the dense tensor."""
+        if self.store is None:
+            return super().unbind(dim)
+        if dim % self.ndim == self.parts_dim and self.store.role_at(0) is not None:
+            return self.select(dim, 0), self.select(dim, 1)
+        return self.turn_dense("unbind").unbind(dim)
 
     def _pieces(self, lengths: Sequence[int], dim: int) -> tuple[torch.Tensor, ...]:
         starts = [sum(lengths[:n]) for n in range(len(lengths))]
@@ -254,12 +296,15 @@ def _has_tensor(index: Any) -> bool:
     return isinstance(index, tuple) and any(isinstance(i, (torch.Tensor, list)) for i in index)
 
 
-def _rows_and_length(index: Any, shape: torch.Size, token_dim: int) -> tuple[range, int] | None:
+def _rows_and_length(
+    index: Any, shape: torch.Size, batch_dim: int, token_dim: int
+) -> tuple[range, int] | None:
     """Return which rows `index` selects, and how many first tokens of them, if it does only that.
 
     Args:
         index: What stands between the brackets.
         shape: Shape of the handle.
+        batch_dim: Dimension that counts rows.
         token_dim: Dimension that counts tokens.
     """
     items = list(index) if isinstance(index, tuple) else [index]
@@ -277,10 +322,10 @@ def _rows_and_length(index: Any, shape: torch.Size, token_dim: int) -> tuple[ran
     whole = all(
         part == range(size)
         for dim, (part, size) in enumerate(zip(parts, shape, strict=True))
-        if dim not in (0, token_dim)
+        if dim not in (batch_dim, token_dim)
     )
     tokens = parts[token_dim]
     # No token or no row at all is nothing to keep in pages, but a crop to nothing is a crop.
-    if not whole or not parts[0] or tokens != range(len(tokens)):
+    if not whole or not parts[batch_dim] or tokens != range(len(tokens)):
         return None
-    return parts[0], len(tokens)
+    return parts[batch_dim], len(tokens)

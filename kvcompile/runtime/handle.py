@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class KVTensor(PythonExits):
-    """The dense K or V of one layer, [B, K, T, D] or [B, T, K, D], without storage of its own.
+    """The dense K or V of one layer, or both in one tensor, without storage of its own.
 
     Attributes:
         store: Where the data is; None under fake tensors.
-        role: "k" or "v".
+        role: "k", "v", or "kv" for a tensor of both.
         anchor: int64[1], all that a compiler sees of the handle.
         cell: Shared with the handles that alias this one; None as long as there is none.
     """
@@ -66,7 +66,7 @@ class KVTensor(PythonExits):
         if store.capacity is None:
             # What torch._dynamo.maybe_mark_dynamic(handle, token_dim) sets, without its walk over
             # the inner tensors: sixty handles are made per decoding step.
-            handle._dynamo_weak_dynamic_indices = {store.token_dim}
+            handle._dynamo_weak_dynamic_indices = {store.token_dim_of(role)}
             handle._has_dynamo_dim_marking = True
         store.note(handle)
         return handle
@@ -145,8 +145,7 @@ class KVTensor(PythonExits):
     @property
     def tokens(self) -> int:
         """Extent of the dimension that counts tokens; the capacity of a static store."""
-        assert self.store is not None
-        return self.shape[self.store.token_dim]
+        return self.shape[self.token_dim]
 
     @property
     def length(self) -> int:
@@ -241,12 +240,24 @@ class KVTensor(PythonExits):
         """
         if rows == range(self.shape[0]):
             return self.alias(length)
-        chosen = slice(rows.start, rows.stop, rows.step)
+        batch = self.batch_dim
+        chosen = (*[slice(None)] * batch, slice(rows.start, rows.stop, rows.step))
         return self._part(list(rows), lambda whole: whole[chosen], length)
 
     def repeated(self, count: int) -> KVTensor:
         """Return a fresh handle that shows its only row `count` times."""
-        return self._part([0] * count, lambda whole: whole.expand(count, -1, -1, -1))
+        sizes = [count if dim == self.batch_dim else -1 for dim in range(self.ndim)]
+        return self._part([0] * count, lambda whole: whole.expand(sizes))
+
+    def only(self, role: Role) -> KVTensor:
+        """Return K or V of a tensor of both, as a handle that is a view of it."""
+        store = self.store
+        assert store is not None
+        handle = KVTensor.of(store, role, self.length)
+        at = 0 if role == "k" else 1
+        handle.cell = RowsCell(store, role, self, lambda whole: store.parts_of(whole)[at])
+        handle.anchor = handle.cell.anchor
+        return handle
 
     def _part(
         self,
@@ -290,7 +301,7 @@ def _from_anchor(anchor: torch.Tensor, size: Sequence[int]) -> KVTensor:
     source = find(key)
     store = source.store if isinstance(source, DenseCell) else source
     assert isinstance(store, PagedStore)
-    handle = KVTensor.of(store, role, size[store.token_dim])
+    handle = KVTensor.of(store, role, size[store.token_dim_of(role)])
     if isinstance(source, DenseCell) and store.capacity is None:
         handle.cell, handle.anchor = source, anchor
     return handle

@@ -98,7 +98,7 @@ def _slice(
     if handle.store is None or handle.store.capacity is not None:
         return NotImplemented
     part = range(handle.shape[dim])[slice(start, end, step)]
-    if dim % handle.ndim == 0 and part:
+    if dim % handle.ndim == handle.batch_dim and part:
         return handle.rows(part)
     if dim % handle.ndim != handle.token_dim or part != range(len(part)):
         return NotImplemented
@@ -109,17 +109,19 @@ def _split(handle: KVTensor, size: Any, dim: int = 0) -> Any:
     """Split rows, or tokens into one that begins at token 0 and others: for callers in C++."""
     if handle.store is None or handle.store.capacity is not None:
         return NotImplemented
-    return list(handle.split(size, dim)) if dim % handle.ndim == 0 else NotImplemented
+    is_native = dim % handle.ndim in (handle.batch_dim, handle.parts_dim)
+    return list(handle.split(size, dim)) if is_native else NotImplemented
 
 
 def _expand(handle: KVTensor, size: Sequence[int], *, implicit: bool = False) -> Any:
     """Show the only row several times: for callers in C++."""
-    if handle.store is None or handle.store.capacity is not None or handle.shape[0] != 1:
+    if handle.store is None or handle.store.capacity is not None or len(size) != handle.ndim:
         return NotImplemented
-    rest = [wanted in (-1, own) for wanted, own in zip(size[1:], handle.shape[1:], strict=False)]
-    if len(size) != handle.ndim or not all(rest) or size[0] < 1:
+    batch = handle.batch_dim
+    rest = [d for d in range(handle.ndim) if d != batch and size[d] not in (-1, handle.shape[d])]
+    if rest or handle.shape[batch] != 1 or size[batch] < 1:
         return NotImplemented
-    return handle.repeated(size[0])
+    return handle.repeated(size[batch])
 
 
 def _clone(handle: KVTensor, *, memory_format: torch.memory_format | None = None) -> Any:
@@ -156,7 +158,8 @@ def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     past = tensors[0]
     if len(tensors) == 1 and is_handle(past) and -past.ndim <= dim < past.ndim:
         return _clone(past)
-    if dim in (0, -4):
+    known = next(t for t in tensors if is_handle(t))
+    if known.store is not None and dim % known.ndim == known.batch_dim:
         return join_rows(tensors)
     if len(tensors) != 2 or not is_handle(past) or past.store is None:
         return NotImplemented
@@ -169,15 +172,17 @@ def _append_eagerly(past: KVTensor, new: torch.Tensor) -> Any:
     store = past.store
     if store is None or store.capacity is not None or past.is_written or is_handle(new):
         return NotImplemented
-    time = store.token_dim
+    time = past.token_dim
     rest = [size for dim, size in enumerate(past.shape) if dim != time]
     fits = new.ndim == len(past.shape) and rest == [n for d, n in enumerate(new.shape) if d != time]
     if not fits or new.dtype != past.dtype or new.device != past.device or new.requires_grad:
         return NotImplemented
     length, end = past.length, past.length + new.shape[time]
     target = writable_store(past)
-    dense = store.heads_first(new.detach())
-    target.append(dense if past.role == "k" else None, dense if past.role == "v" else None, length)
+    new = new.detach()
+    both = store.parts_of(new) if past.role == "kv" else (new, new)
+    k, v = (store.heads_first(part) for part in both)
+    target.append(None if past.role == "v" else k, None if past.role == "k" else v, length)
     target.commit(end, past.role)
     emit(
         Remark(

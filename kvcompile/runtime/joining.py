@@ -8,7 +8,7 @@ import torch
 
 from kvcompile.runtime import launch
 from kvcompile.runtime.arena import Arena
-from kvcompile.runtime.registry import Role
+from kvcompile.runtime.registry import Half, Role
 from kvcompile.runtime.store import PagedStore
 from kvcompile.runtime.store_image import describe, numbers_of, page_tables, placed, restore
 
@@ -77,7 +77,7 @@ def _goes_with(store: PagedStore, first: PagedStore, length: int) -> bool:
     return min(lengths) >= length if first.capacity is None else lengths == _lengths(first)
 
 
-def _other(role: Role) -> Role:
+def _other(role: Role) -> Half:
     return "v" if role == "k" else "k"
 
 

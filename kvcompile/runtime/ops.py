@@ -239,7 +239,7 @@ def _materialize(
     """Return the dense tensor of the given sizes that an anchor stands for."""
     key, role = read_anchor(ctypes.c_int64.from_address(anchor.data_ptr()).value)
     source = find(key)
-    return source.materialize(role, sizes[source.token_dim], "kvcompile.materialize")
+    return source.materialize(role, sizes[source.token_dim_of(role)], "kvcompile.materialize")
 
 
 # State and anchor lie in main memory, wherever the pages are.

@@ -19,7 +19,7 @@ from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.errors import CacheFileError
 from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.quantized_store import QuantizedStore
-from kvcompile.runtime.registry import ROLES, Role
+from kvcompile.runtime.registry import Role
 from kvcompile.runtime.store import PagedStore
 from kvcompile.runtime.store_image import (
     StoreImage,
@@ -92,7 +92,7 @@ def rebuild_handle(store: object, role: Role, tokens: int) -> KVTensor:
     Raises:
         CacheFileError: Its store does not hold its tokens.
     """
-    if not isinstance(store, PagedStore) or role not in ROLES:
+    if not isinstance(store, PagedStore) or role not in store.anchors:
         raise CacheFileError("a saved KV handle names no store; the file is damaged or foreign")
     if store.capacity is None and not 0 <= tokens <= store.role_length(role):
         raise CacheFileError(

@@ -10,16 +10,19 @@ import torch
 
 from kvcompile.runtime.errors import StaleHandleError
 
-Role = Literal["k", "v"]
-ROLES: tuple[Role, Role] = ("k", "v")
+Half = Literal["k", "v"]
+Role = Literal["k", "v", "kv"]
+ROLES: tuple[Half, Half] = ("k", "v")
+"""What a store holds; "kv" is the role of a handle that shows both in one tensor."""
+
+_NUMBERS: tuple[Role, ...] = (*ROLES, "kv")
 
 
 class Source(Protocol):
     """What an anchor can stand for: a page store, or a tensor that a handle was turned into."""
 
-    @property
-    def token_dim(self) -> int:
-        """Dimension of the dense tensor that counts tokens."""
+    def token_dim_of(self, role: Role) -> int:
+        """Return the dimension of the dense tensor of a role that counts tokens."""
         ...
 
     def materialize(self, role: Role, length: int, operator: str) -> torch.Tensor:
@@ -60,9 +63,9 @@ def living() -> list[Source]:
 
 def anchor_for(key: int, role: Role) -> torch.Tensor:
     """Return the anchor int64[1] that names one role of a source."""
-    return torch.tensor([2 * key + ROLES.index(role)], dtype=torch.int64)
+    return torch.tensor([4 * key + _NUMBERS.index(role)], dtype=torch.int64)
 
 
 def read_anchor(value: int) -> tuple[int, Role]:
     """Split an anchor's value into registry key and role."""
-    return value >> 1, ROLES[value & 1]
+    return value >> 2, _NUMBERS[value & 3]

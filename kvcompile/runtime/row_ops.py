@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def index_select(handle: KVTensor, dim: int, index: torch.Tensor) -> Any:
     """Select rows by number."""
-    if handle.store is None or dim not in (0, -handle.ndim) or index.ndim != 1:
+    if handle.store is None or dim % handle.ndim != handle.batch_dim or index.ndim != 1:
         return NotImplemented
     # Where PyTorch raises, the dense operator raises its own error.
     if index.dtype not in (torch.int32, torch.int64) or bool((index < 0).any()):
@@ -26,11 +26,14 @@ def index_select(handle: KVTensor, dim: int, index: torch.Tensor) -> Any:
 
 def index(handle: KVTensor, indices: Sequence[torch.Tensor | None]) -> Any:
     """Select rows by number or by a mask."""
-    first = indices[0] if is_handle(handle) and handle.store is not None else None
-    if first is None or any(index is not None for index in indices[1:]) or first.ndim != 1:
+    given = [(d, index) for d, index in enumerate(indices) if index is not None]
+    if not is_handle(handle) or handle.store is None or len(given) != 1:
+        return NotImplemented
+    (dim, first), batch = given[0], handle.batch_dim
+    if dim != batch or first.ndim != 1:
         return NotImplemented
     if first.dtype in (torch.bool, torch.uint8):  # bytes are a mask too, with a warning
-        if len(first) != len(handle):
+        if len(first) != handle.shape[batch]:
             return NotImplemented  # the dense operator raises PyTorch's own error
         first = first.nonzero()[:, 0]
     if first.dtype not in (torch.int32, torch.int64):
@@ -43,10 +46,11 @@ def repeat(handle: KVTensor, repeats: Sequence[int]) -> Any:
     if (
         handle.store is None
         or len(repeats) != handle.ndim
-        or any(count != 1 for count in repeats[1:])
+        or any(count != 1 for dim, count in enumerate(repeats) if dim != handle.batch_dim)
     ):
         return NotImplemented
-    return _select_rows(handle, [*range(len(handle))] * repeats[0])
+    batch = handle.batch_dim
+    return _select_rows(handle, [*range(handle.shape[batch])] * repeats[batch])
 
 
 def _select_rows(handle: KVTensor, index: list[int]) -> Any:
@@ -70,15 +74,22 @@ def join_rows(tensors: Sequence[torch.Tensor]) -> Any:
     stored there. All have the same shape but for the rows; else PyTorch's own error is due.
     """
     first = next(tensor for tensor in tensors if is_handle(tensor))
-    kind = first.shape[1:], first.dtype, first.device
-    if any((t.shape[1:], t.dtype, t.device) != kind or t.requires_grad for t in tensors):
+    if first.store is None or any(t.requires_grad for t in tensors):
         return NotImplemented
-    if first.store is None:
+    batch = first.batch_dim
+
+    def kind(tensor: torch.Tensor) -> tuple[object, ...]:
+        rest = [size for dim, size in enumerate(tensor.shape) if dim != batch]
+        return rest, tensor.dtype, tensor.device
+
+    if any(kind(tensor) != kind(first) for tensor in tensors):
         return NotImplemented
     role, token_dim = first.role, first.store.token_dim
     parts: list[Part] = []
     for tensor in tensors:
         if not is_handle(tensor):
+            if role == "kv":
+                return NotImplemented
             parts.append(tensor.detach().transpose(1, 2) if token_dim == 1 else tensor.detach())
         elif tensor.store is None or tensor.is_written or tensor.role != role:
             return NotImplemented

@@ -20,6 +20,7 @@ from kvcompile.runtime.device_tables import CountName, DeviceTables, Tables
 from kvcompile.runtime.errors import CacheFullError, CacheGapError
 from kvcompile.runtime.registry import ROLES, Role, anchor_for, register
 from kvcompile.runtime.rows import Holding, PageRows
+from kvcompile.runtime.shapes import DenseShapes
 from kvcompile.runtime.store_bytes import StoreBytes
 
 if TYPE_CHECKING:
@@ -44,18 +45,13 @@ def store_kind(
 New = torch.Tensor | None  # tokens of K or V, [B, K, S, D]; None leaves the role alone
 
 
-class PagedStore(PageRows):
+class PagedStore(DenseShapes, PageRows):
     """K and V of one layer.
 
     Attributes:
-        layout: How a record stores tokens.
         compute: How attention multiplies quantized K and V; None if they are exact.
-        num_kv_heads: K.
         dtype: Dtype of the dense K and V it stands for.
         device: Device of pages and handles.
-        capacity: Tokens of a static buffer, or None for a cache that grows.
-        token_dim: Dimension of the dense K and V that counts tokens: 2 in [B, K, T, D], 1 in
-            [B, T, K, D]. Kernels always see [B, K, S, D].
         k_len: Tokens of K, padding included; moved only by `commit` and `truncate`.
         v_len: The same of V. Eager code appends K and V one after the other.
         appended: Tokens written by the last `append`, committed or not.
@@ -63,8 +59,6 @@ class PagedStore(PageRows):
         readers: Steps under way that only read it.
         step: What it is lent for the step under way, on a GPU.
         kind: What a graph was compiled for; only stores of the same kind can take its tokens.
-        key: Registry key.
-        anchors: Per role the anchor int64[1] of its handles.
         cells: Per role the dense tensor a static buffer was turned into by a write or a view.
         materializations: Operator name -> how often it needed the dense tensor; shared by all
             stores that descend from one another.
@@ -104,7 +98,7 @@ class PagedStore(PageRows):
         self.cells: dict[Role, DenseCell] = {}
         self.epoch = 0
         self._derived = Derived()
-        self.anchors = {role: anchor_for(self.key, role) for role in ROLES}
+        self.anchors: dict[Role, torch.Tensor] = {r: anchor_for(self.key, r) for r in ROLES}
 
     def __repr__(self) -> str:
         kind = "grows" if self.capacity is None else f"capacity {self.capacity}"
@@ -132,19 +126,9 @@ class PagedStore(PageRows):
 
     def role_length(self, role: Role) -> int:
         """Return the tokens stored of one role."""
+        if role == "kv":
+            return self.length
         return self.k_len if role == "k" else self.v_len
-
-    def shape(self, role: Role, length: int) -> tuple[int, int, int, int]:
-        """Return the dense shape; the tokens of a static store are its capacity."""
-        dim = self.layout.head_dim_qk if role == "k" else self.layout.head_dim_vo
-        tokens = length if self.capacity is None else self.capacity
-        if self.token_dim == 1:
-            return (self.batch, tokens, self.num_kv_heads, dim)
-        return (self.batch, self.num_kv_heads, tokens, dim)
-
-    def heads_first(self, dense: torch.Tensor) -> torch.Tensor:
-        """Return a dense K or V, laid out like the handles, as [B, K, T, D]."""
-        return dense.transpose(1, 2) if self.token_dim == 1 else dense
 
     def reserve(self, past_len: int, new_len: int, role: Role | None = None) -> None:
         """Make pages for tokens past_len .. past_len + new_len - 1 of every row.
@@ -327,6 +311,7 @@ class PagedStore(PageRows):
         store = self._new(self.batch if batch is None else batch)
         store.compute = self.compute
         store.materializations = self.materializations
+        store.fuse(self.fused)
         return store
 
     def same_tokens(self, other: PagedStore) -> bool:

@@ -19,6 +19,7 @@ from kvcompile.codegen.formats import Order
 from kvcompile.codegen.layout import RecordLayout, Window, relayout
 from kvcompile.codegen.rotary import Rotary
 from kvcompile.codegen.spec import Compute
+from kvcompile.passes.ir.fused import FusedLayout
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.errors import CacheFileError
 from kvcompile.runtime.page_table import PageTable
@@ -46,6 +47,7 @@ class StoreImage:
         quantized: Quantized pages of each row; None if K and V are exact.
         tables: The pages of each row, by number: those of the layout, and with a window the
             exact ones beside them.
+        fused: How K and V lie in one tensor, if the model caches them so.
     """
 
     layout: RecordLayout
@@ -59,6 +61,7 @@ class StoreImage:
     starts: list[int]
     quantized: list[int] | None
     tables: list[list[list[int]]]
+    fused: FusedLayout | None = None
 
     def as_fields(self) -> dict[str, Any]:
         """Return it as numbers, strings, lists and dictionaries."""
@@ -76,7 +79,9 @@ class StoreImage:
             window, rotary = layout["window"], layout["rotary"]
             layout["window"] = None if window is None else Window(**window)
             layout["rotary"] = None if rotary is None else Rotary(**rotary)
-            image = cls(**{**fields, "layout": RecordLayout(**layout)})
+            fused = fields.get("fused")
+            fused = None if fused is None else FusedLayout(**fused)
+            image = cls(**{**fields, "layout": RecordLayout(**layout), "fused": fused})
             image.check()
         except (AttributeError, KeyError, TypeError, ValueError, KvcompileError) as error:
             raise CacheFileError(
@@ -206,6 +211,7 @@ def describe(store: PagedStore, numbers: Sequence[PageNumbers]) -> StoreImage:
         starts=store.start_list(),
         quantized=store.row_counts().get("quantized"),
         tables=[[number.of(row) for row in table.rows] for table, number in tables],
+        fused=store.fused,
     )
 
 
@@ -261,6 +267,7 @@ def restore(
         )
     store = _empty(image, arenas, rotary_table)
     store.compute = image.compute
+    store.fuse(image.fused)
     store.set_starts(image.starts)
     for table, rows, ids in zip(page_tables(store), image.tables, pages, strict=True):
         if any(not 0 <= number < len(ids) for row in rows for number in row):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from kvcompile.codegen.rotary import Rotary
     from kvcompile.codegen.spec import KernelSpec, LinearSpec
+    from kvcompile.passes.ir.fused import FusedState
     from kvcompile.passes.ir.plan import StreamPlan
     from kvcompile.passes.ir.remarks import Remark
     from kvcompile.passes.ir.site import AttentionSite
@@ -119,6 +120,7 @@ class Program:
         stage: What holds about it.
         made_by: Name of the last pass.
         sites: Attention sites, once matched.
+        fused: States of K and V in one tensor that were set apart.
         streams: Cached streams by site index, once inferred.
         plans: Storage by site index, once planned.
         binding: Inputs and outputs, once rewritten.
@@ -132,6 +134,7 @@ class Program:
     stage: Stage
     made_by: str = "capture"
     sites: tuple[AttentionSite, ...] = ()
+    fused: tuple[FusedState, ...] = ()
     streams: dict[int, CacheStream] = field(default_factory=dict)
     plans: dict[int, StreamPlan] = field(default_factory=dict)
     binding: Binding | None = None
@@ -160,3 +163,20 @@ class Program:
         """What the graph returns, in order."""
         returned = self.output_node.args[0]
         return tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+
+    def follow(self, before: fx.Node, after: fx.Node) -> None:
+        """Let the sites have `after` as their operand where they had `before`."""
+
+        def current(node: fx.Node) -> fx.Node:
+            return after if node is before else node
+
+        self.sites = tuple(
+            replace(
+                site,
+                q=current(site.q),
+                k=current(site.k),
+                v=current(site.v),
+                mask=None if site.mask is None else current(site.mask),
+            )
+            for site in self.sites
+        )

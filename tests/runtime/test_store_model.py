@@ -29,7 +29,7 @@ import kvcompile
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.handle import KVTensor
 from kvcompile.runtime.joining import join
-from kvcompile.runtime.registry import ROLES, Role
+from kvcompile.runtime.registry import ROLES, Half
 from kvcompile.runtime.store import PagedStore
 from tests.support.stores import PAGE, empty_store, new_tokens, push, quantized_store
 
@@ -51,7 +51,7 @@ class Model:
     """
 
     store: PagedStore
-    dense: dict[Role, torch.Tensor]
+    dense: dict[Half, torch.Tensor]
     starts: list[int]
     full: list[int] = field(default_factory=list)
 
@@ -75,7 +75,7 @@ class Model:
                 self.full[b] = min(self.full[b], whole)
         self.starts = [min(start, self.length) for start in self.starts]
 
-    def append(self, new: dict[Role, torch.Tensor]) -> None:
+    def append(self, new: dict[Half, torch.Tensor]) -> None:
         """Add tokens."""
         self.dense = {role: torch.cat([self.dense[role], new[role]], 2) for role in ROLES}
         self.quantize()
@@ -122,7 +122,7 @@ class StoreMachine(RuleBasedStateMachine):
     def pick(self, data: st.DataObject) -> Model:
         return self.models[data.draw(st.integers(0, len(self.models) - 1))]
 
-    def tokens(self, model: Model, count: int) -> dict[Role, torch.Tensor]:
+    def tokens(self, model: Model, count: int) -> dict[Half, torch.Tensor]:
         return dict(zip(ROLES, new_tokens(model.store.batch, count), strict=True))
 
     @rule(data=st.data(), count=st.integers(1, 2 * PAGE + 1), crop=st.integers(0, 4))
