@@ -140,8 +140,8 @@ def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Miss
             f"the {what} are read from a buffer that is written otherwise than token by token in "
             "all of its rows",
             written,
-            hint="buffers made for the very batch that is run, whole tokens written one behind the "
-            "other, can lie in pages",
+            hint="buffers of K and of V, made for the very batch that is run, whole tokens written "
+            "one behind the other, can lie in pages",
         )
     if path.node.op == "placeholder":
         return _only_read(path, what)
@@ -150,7 +150,8 @@ def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Miss
 
 def _written_elsewise(node: fx.Node) -> fx.Node | None:
     """Return what writes to a view of the input that a node is a view of, or None."""
-    while is_call(node, aten.slice.Tensor, aten.narrow.default, aten.transpose.int):
+    views = (aten.slice.Tensor, aten.narrow.default, aten.transpose.int, aten.select.int)
+    while is_call(node, *views):
         node = the_node(node.args[0])
     return writer(node) if node.op == "placeholder" else None
 
@@ -177,7 +178,8 @@ def _not_cached(program: Program, what: str, node: fx.Node) -> Missed:
             f"the {what} come from {node.target}, which is not followed further, and {kept.name} "
             "beside it is kept",
             node,
-            hint="sliding windows, K and V in one tensor, and other forms of a cache stay dense",
+            hint="sliding windows and other forms of a cache stay dense; one tensor of K and V may "
+            "be read by nobody else",
         )
     return Missed(
         "KVC201",

@@ -145,14 +145,15 @@ def test_a_window_is_another_reader_of_the_state() -> None:
 
 
 @pytest.mark.parametrize("is_stacked", [True, False])
-def test_k_and_v_in_one_tensor_are_a_cache_that_is_not_recognised(is_stacked: bool) -> None:
+def test_k_and_v_in_one_tensor_that_somebody_else_reads_stay_there(is_stacked: bool) -> None:
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> object:
         both = torch.stack([k, v], 2) if is_stacked else torch.cat([k, v], 3)
         keys, values = both.unbind(2) if is_stacked else both.chunk(2, 3)
-        return Sdpa().attend(q, keys, values, None), both
+        return Sdpa().attend(q, keys, values, None) + both.sum(), both
 
     program, _ = capture(step, *qkv(5))
     assert codes(program) == ["KVC100", "KVC209"]
+    assert program.fused == ()
     assert "beside it is kept" in program.remarks[1].reason
 
 
