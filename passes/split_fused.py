@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from kvcompile.passes.base import PassOptions, passed
 from kvcompile.passes.canonicalize import IS_HANDLE, is_impure
 from kvcompile.passes.ir.fused import FusedLayout, FusedState
 from kvcompile.passes.ir.stage import Stage
@@ -18,7 +19,6 @@ from kvcompile.passes.patterns.path import Path, before_path
 from kvcompile.passes.shards import IS_SHARD
 
 if TYPE_CHECKING:
-    from kvcompile.passes.base import PassOptions
     from kvcompile.passes.ir.program import Program
     from kvcompile.passes.ir.site import AttentionSite
 
@@ -43,8 +43,11 @@ class SplitFused:
         """Fill `program.fused`; leave alone what is not fused, or not understood."""
         for index in range(len(program.sites)):
             site = program.sites[index]  # read anew: splitting one state can change a later site
-            if not _split_what_is_taken_apart(program, site):
-                _split_what_is_joined(program, site)
+            if _split_what_is_taken_apart(program, site) or _split_what_is_joined(program, site):
+                layout = program.fused[-1].layout
+                how = "a dimension of their own" if layout.is_stacked else "one that they share"
+                reason = f"K and V are one cached tensor, along dimension {layout.dim}, {how}"
+                program.remarks.append(passed(self.name, "KVC210", site, reason))
         if program.fused:
             program.graph.eliminate_dead_code(is_impure)
             program.module.recompile()

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import kvcompile
 from kvcompile.adoption import AdoptionError
 from kvcompile.passes.ir.remarks import forget_notices
+from kvcompile.reports import collect
 from kvcompile.runtime.errors import CacheFileError
 from kvcompile.runtime.handle import KVTensor
 from tests.support.compiled import compiled
@@ -57,9 +58,11 @@ def paged(cache: tuple[torch.Tensor, ...]) -> None:
 def test_the_tokens_of_the_model(spelling: Spelling) -> None:
     model, ids = fused_decoder(spelling), prompt(20, batch=2)
     expected, dense = go_on(model, ids, None, 12)
-    found, cache = go_on(compiled(model, strict=True), ids, None, 12)
+    with collect() as graphs:
+        found, cache = go_on(compiled(model, strict=True), ids, None, 12)
     assert found == expected
     paged(cache)
+    assert [[r.code for r in graph.remarks].count("KVC210") for graph in graphs] == [2, 2]
     assert kvcompile.memory_report(cache).stored == sum(state.nbytes for state in dense)
     for state, tensor in zip(cache, dense, strict=True):
         assert state.shape == tensor.shape
