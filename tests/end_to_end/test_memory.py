@@ -1,5 +1,6 @@
 """No dense cache is ever made: neither by a decode step, nor by a static cache."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -75,3 +76,35 @@ def test_a_static_cache_never_allocates_its_buffers(inner_backend: str) -> None:
     expected, largest = traced(model)
     assert largest >= buffer  # the measure sees it where it is made
     assert torch.equal(result.sequences, expected.sequences)
+
+
+def peak_of(trace: profile) -> int:
+    """Return the most bytes that were allocated at a time."""
+    found: Any = trace.profiler
+    events = [e for e in found.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes))
+
+
+@torch.no_grad()
+def test_an_int4_cache_peaks_below_the_dense_cache_alone() -> None:
+    """A prompt in chunks and decode steps, with all that is allocated on the way."""
+    model = tiny_llama(dtype=torch.bfloat16, head_dim=64, layers=6)
+
+    def run(candidate: Any) -> DynamicCache:
+        cache = DynamicCache(config=model.config)
+        for chunk in prompt(1024).split(128, dim=1):
+            candidate(chunk, cache=cache, logits_to_keep=1)
+        candidate(torch.tensor([[5]]), cache=cache)
+        return cache
+
+    wrapper = compiled(model, kv_cache_dtype="int4", residual_length=16)
+    run(wrapper)
+    peaks = []
+    for candidate in (model, wrapper):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+            cache = run(candidate)
+        peaks.append(peak_of(trace))
+    dense = 2 * 6 * 1025 * 2 * 64 * 2  # K and V, layers, tokens, KV heads, channels, bytes
+    assert peaks[1] < dense < peaks[0]
+    assert kvcompile.memory_report(cache).materializations == {}
