@@ -1,7 +1,8 @@
 """Triton's interpreter, repaired: bf16 numbers, and the few PTX instructions we print.
 
 The interpreter keeps bf16 numbers as their bits, and multiplies those; it rounds to them towards
-zero, and loses subnormal ones; it knows no inline assembly.
+zero, and loses subnormal ones; it knows no inline assembly. It puts its own operators into the
+language again at every call of a function, which takes a quarter of its time.
 The environment says TRITON_INTERPRET=1 from the first import of the tests on.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -152,8 +154,25 @@ def _registers(lanes: npt.NDArray[Any]) -> int:
     return int(lanes.shape[1]) * lanes.dtype.itemsize // 4
 
 
+_patch_lang = interpreter._patch_lang
+_patched: set[ModuleType] = set()
+
+
+def _patch_lang_once(function: Any) -> Any:
+    """Put the interpreter's operators into the language, for good; return what to restore: nothing.
+
+    Every process of the tests interprets, see `tests/conftest.py`.
+    """
+    modules = {m for m in function.__globals__.values() if m is tl or m is tl.core}
+    if not modules <= _patched:
+        _patch_lang(function)
+        _patched.update(modules)
+    return interpreter._LangPatchScope()
+
+
 def repair() -> None:
     """Put the repairs in place."""
+    interpreter._patch_lang = _patch_lang_once
     interpreter._convert_float = _convert
     interpreter.InterpreterBuilder.create_dot = _dot
     interpreter.InterpreterBuilder.create_inline_asm = _inline_asm
