@@ -12,11 +12,9 @@ import pytest
 PROGRAM = """
 import json, torch
 from torch._dynamo.utils import counters
-from tests.support.compiled import settings
-from tests.support.tiny_models import prompt, tiny_llama
-model = torch.compile(tiny_llama(layers=1), backend="kvcompile")
-with torch.no_grad():
-    tokens = model.generate(prompt(9), **settings(4)).sequences
+from tests.support.tiny_models import greedy, prompt, tiny_nanogpt
+model = torch.compile(tiny_nanogpt(layers=1), backend="kvcompile")
+tokens, _ = greedy(model, prompt(9), 4)
 print(json.dumps({"tokens": tokens.tolist(), **counters["inductor"], **counters["aot_autograd"]}))
 """
 

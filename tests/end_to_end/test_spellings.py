@@ -95,7 +95,9 @@ def test_transformers_may_come_after_the_backend() -> None:
         "import torch, kvcompile.backend\n"
         "import transformers.modeling_utils\n"
         "call = transformers.PreTrainedModel.get_compiled_call\n"
-        "torch.compile(torch.nn.Linear(2, 2), backend='kvcompile')(torch.ones(1, 2))\n"
+        "options = {'inner_backend': 'eager'}\n"
+        "linear = torch.nn.Linear(2, 2)\n"
+        "torch.compile(linear, backend='kvcompile', options=options)(torch.ones(1, 2))\n"
         "print(transformers.PreTrainedModel.get_compiled_call is call)\n"
     )
     out = subprocess.run(
@@ -108,7 +110,8 @@ def test_the_string_needs_no_import() -> None:
     program = (
         "import sys, torch\n"
         "assert 'kvcompile' not in sys.modules\n"
-        "model = torch.compile(torch.nn.Linear(2, 2), backend='kvcompile')\n"
+        "options = {'inner_backend': 'eager'}\n"
+        "model = torch.compile(torch.nn.Linear(2, 2), backend='kvcompile', options=options)\n"
         "with torch.no_grad(): print(tuple(model(torch.ones(1, 2)).shape))\n"
     )
     out = subprocess.run(
@@ -188,7 +191,7 @@ def test_a_transformers_compile_config() -> None:
 
 
 def test_a_mode_is_passed_on() -> None:
-    model, ids = tiny_llama(), prompt(9)
+    model, ids = tiny_llama(layers=1), prompt(9)
     expected = tokens_of(model, ids)
     mode = "max-autotune-no-cudagraphs"
     wrapper: Any = torch.compile(model, backend="kvcompile", mode=mode)

@@ -127,11 +127,13 @@ def tiny_gpt2(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> GPT2LMHea
     return _ready(GPT2LMHeadModel(config), dtype)
 
 
-def tiny_gptj(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> GPTJForCausalLM:
+def tiny_gptj(
+    *, dtype: torch.dtype = torch.float32, layers: int = 2, seed: int = 0
+) -> GPTJForCausalLM:
     """Return a GPT-J: neighbouring channels turn together, half of them."""
     config = GPTJConfig(
         n_embd=64,
-        n_layer=2,
+        n_layer=layers,
         n_head=4,
         rotary_dim=8,
         vocab_size=VOCAB_SIZE,
@@ -254,12 +256,13 @@ class NanoGPT(nn.Module):
 def tiny_nanogpt(
     *,
     cache_layout: CacheLayout = "BHTD",
+    layers: int = 2,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> NanoGPT:
     """Return a `NanoGPT` with random weights."""
     torch.manual_seed(seed)
-    model = NanoGPT(cache_layout=cache_layout)
+    model = NanoGPT(cache_layout=cache_layout, layers=layers)
     for parameter in model.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=WEIGHT_STD)
