@@ -14,7 +14,7 @@ from kvcompile.passes.canonicalize import IS_HANDLE, is_impure
 from kvcompile.passes.ir.fused import FusedLayout, FusedState
 from kvcompile.passes.ir.stage import Stage
 from kvcompile.passes.patterns.layout import is_call, peel, the_dim, the_node
-from kvcompile.passes.patterns.parts import Part, joined_pair, part_of, readers
+from kvcompile.passes.patterns.parts import Part, joined_pair, part_of, parts_of, readers
 from kvcompile.passes.patterns.path import Path, before_path
 from kvcompile.passes.shards import IS_SHARD
 
@@ -55,12 +55,16 @@ class SplitFused:
 
 def _split_what_is_taken_apart(program: Program, site: AttentionSite) -> bool:
     """Split a state of which K and V are taken: `k, v = torch.cat([past, new], dim).unbind(0)`."""
-    k, v = (part_of(_chain(operand)[-1]) for operand in (site.k, site.v))
-    if k is None or v is None or not k.goes_with(v):
+    k_end, v_end = (_chain(operand)[-1] for operand in (site.k, site.v))
+    pair = _parts_of_output(program, k_end.node, v_end.node)
+    if pair is None:
+        return False
+    k, v = pair
+    if k.order[k_end.token_dim] == k.dim:  # the tokens of K, and then those of V
         return False
     state, layout, sizes = k.base, k.layout(is_k=True), (k.size, v.size)
     read = _readers(state, k)
-    if read is None or state.op == "placeholder" or not _positions(program, state):
+    if read is None or state.op == "placeholder":
         return False
     past, new, time = None, state, 0
     grown = _grown_from(state)
@@ -71,7 +75,7 @@ def _split_what_is_taken_apart(program: Program, site: AttentionSite) -> bool:
         elif not _only_grows(past := peel(past), state):
             return False
     pasts = _past_parts(program, past, layout, sizes)
-    with program.graph.inserting_after(state):
+    with program.graph.inserting_before(state.next):
         apart = _in_parts(new, layout, sizes)
         if pasts is not None:
             grown_parts = [
@@ -87,9 +91,18 @@ def _split_what_is_taken_apart(program: Program, site: AttentionSite) -> bool:
     return True
 
 
+def _parts_of_output(program: Program, k: fx.Node, v: fx.Node) -> tuple[Part, Part] | None:
+    """Return K and V as the two parts of one tensor that the graph returns, or None."""
+    for k_part in parts_of(k):
+        for v_part in parts_of(v):
+            if k_part.goes_with(v_part) and _positions(program, k_part.base):
+                return k_part, v_part
+    return None
+
+
 def _split_what_is_joined(program: Program, site: AttentionSite) -> bool:
     """Split a state that K and V are joined to: `torch.stack([k, v])`."""
-    chains = [_chain(operand) for operand in (site.k, site.v)]
+    chains = [{path.node: path for path in _chain(operand)} for operand in (site.k, site.v)]
     for out in program.outputs:
         pair = joined_pair(peel(out)) if isinstance(out, fx.Node) else None
         if pair is None:
@@ -97,6 +110,8 @@ def _split_what_is_joined(program: Program, site: AttentionSite) -> bool:
         first, second = peel(pair[0]), peel(pair[1])
         for k_first, k, v in ((True, first, second), (False, second, first)):
             if k is not v and k in chains[0] and v in chains[1]:
+                if not pair[3] and pair[2] == chains[0][k].token_dim:
+                    return False  # the tokens of K, and then those of V
                 layout = FusedLayout(pair[2], pair[3], k_first)
                 return _split_joined(program, peel(the_node(out)), layout, (k, v))
     return False
@@ -123,14 +138,14 @@ def _split_joined(program: Program, state: fx.Node, layout: FusedLayout, both: P
     return True
 
 
-def _chain(node: fx.Node) -> list[fx.Node]:
+def _chain(node: fx.Node) -> list[Path]:
     """Return a node and what it is another form of, step by step."""
     path: Path | None = Path(node, swapped=False)
-    nodes = []
+    paths = []
     while path is not None:
-        nodes.append(path.node)
+        paths.append(path)
         path = before_path(path)
-    return nodes
+    return paths
 
 
 def _shape(node: fx.Node) -> Sequence[int | torch.SymInt]:
@@ -149,10 +164,9 @@ def _readers(node: fx.Node, like: Part) -> Readers | None:
     """Return who takes one of the parts of a node, or None if somebody takes something else."""
     found: Readers = []
     for reader, part in readers(node, like):
-        if part is None and reader.op != "output":
+        if part is None:
             return None
-        if part is not None:
-            found.append((reader, part))
+        found.append((reader, part))
     return found
 
 

@@ -67,17 +67,24 @@ class Part:
         return [kept.index(dim) for dim in self.order]
 
 
-def part_of(node: fx.Node) -> Part | None:
-    """Return what a node is a part of, or None."""
-    part = _taken(node)
+def parts_of(node: fx.Node) -> list[Part]:
+    """Return what a node is a part of: a tensor, what that is a permutation of, and so on."""
+    part, found = _taken(node), []
     while part is not None:
         base = peel(part.base)
+        found.append(replace(part, base=base))
         dims = _permuted(base)
         if dims is None:
-            return replace(part, base=base)
+            break
         order = tuple(dims[dim] for dim in part.order)
         part = replace(part, base=the_node(base.args[0]), dim=dims[part.dim], order=order)
-    return None
+    return found
+
+
+def part_of(node: fx.Node) -> Part | None:
+    """Return what a node is a part of, had that not been permuted, or None."""
+    found = parts_of(node)
+    return found[-1] if found else None
 
 
 def _permuted(node: fx.Node) -> list[int] | None:
@@ -169,16 +176,20 @@ def joined_pair(node: fx.Node) -> tuple[fx.Node, fx.Node, int, bool] | None:
 def readers(base: fx.Node, like: Part) -> Iterator[tuple[fx.Node, Part | None]]:
     """Yield who reads a fused tensor, and as which part; None for a reader of another kind.
 
-    Whoever asks for a size only, and whoever has no reader, counts for nothing.
+    Whoever asks for a size only, and whoever has no reader, counts for nothing; nor does the
+    graph's output, where it is the tensor itself.
     """
-    stack = list(base.users)
+    stack = [(user, base) for user in base.users]
     while stack:
-        user = stack.pop()
-        part = part_of(user)
-        if part is not None and part.base is base:
+        user, source = stack.pop()
+        part = next((part for part in parts_of(user) if part.base is base), None)
+        if part is not None:
             alike = (part.dim, part.is_stacked) == (like.dim, like.is_stacked)
             yield user, part if alike else None
         elif is_call(user, *PIECES) or _permuted(user) is not None or peel(user) is base:
-            stack.extend(user.users)
+            stack.extend((its_user, user) for its_user in user.users)
+        elif user.op == "output":
+            if peel(source) is not base:
+                yield user, None
         elif user.users and not is_call(user, aten.sym_size.int):
             yield user, None

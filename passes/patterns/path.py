@@ -28,6 +28,11 @@ class Path:
     swapped: bool
     prefix: fx.Node | None = None
 
+    @property
+    def token_dim(self) -> int:
+        """Dimension of the node that counts tokens."""
+        return 1 if self.swapped else 2
+
 
 def before_path(path: Path) -> Path | None:
     """Step back over one layout operator, or return None where there is none."""
@@ -42,7 +47,7 @@ def before_path(path: Path) -> Path | None:
     if is_call(node, aten.permute.default) and node.args[1] == [0, 2, 1, 3]:
         return replace(path, node=the_node(node.args[0]), swapped=not path.swapped)
     # Who knows how far a static buffer is filled reads no more of it, and needs no mask for that.
-    if is_prefix_slice(node, 1 if path.swapped else 2):
+    if is_prefix_slice(node, path.token_dim):
         inner = the_node(node.args[0])
         cut = replace(path, node=inner, prefix=path.prefix or node)
         return cut if is_write(peel(inner)) else None

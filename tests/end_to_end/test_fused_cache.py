@@ -32,6 +32,9 @@ SPELLINGS = [
     Spelling(2, 1, "select", v_first=True),
     Spelling(4, 2, grows_apart=True, v_first=True),
     Spelling(2, 1, order=(2, 0, 3, 1, 4)),
+    Spelling(0, as_one=True),
+    Spelling(2, 1, "select", as_one=True),
+    Spelling(2, 1, order=(2, 0, 3, 1, 4), as_one=True),
     Spelling(3, 2, "chunk"),
     Spelling(3, 1, "split", v_first=True),
     Spelling(3, 2, "slice"),
@@ -45,6 +48,7 @@ BOTH = [Spelling(0), Spelling(3, 1, "split", grows_apart=True)]
 def name_of(spelling: Spelling) -> str:
     how = "apart" if spelling.grows_apart else "as-one"
     order = "-v-first" * spelling.v_first + "-permuted" * (spelling.order is not None)
+    order += "-projected" * spelling.as_one
     return f"{spelling.taken_by}{spelling.dim}-tokens{spelling.token_dim}-{how}{order}"
 
 
@@ -236,9 +240,29 @@ class Normed(FusedDecoder):
         return logits + sum(state.square().mean() for state in cache), cache
 
 
-def test_another_reader_of_the_tensor_leaves_it_as_written() -> None:
+class Turned(FusedDecoder):
+    """Returns what it caches once more, permuted."""
+
+    def forward(self, ids: torch.Tensor, past: Any = None) -> Any:
+        """Return logits, and the cache twice."""
+        logits, cache = super().forward(ids, past)
+        return logits, (*cache, *(state.transpose(0, 1) for state in cache))
+
+
+AS_WRITTEN = {
+    "read": (Normed, BOTH[0]),
+    "returned": (Turned, BOTH[0]),
+    "tokens-of-k-then-of-v": (FusedDecoder, Spelling(2, 2, "chunk", grows_apart=True)),
+    "tokens-of-k-then-of-v-first": (FusedDecoder, Spelling(1, 1, "chunk", grows_apart=True)),
+}
+
+
+@pytest.mark.parametrize(("kind", "spelling"), AS_WRITTEN.values(), ids=AS_WRITTEN)
+def test_another_form_or_reader_leaves_the_tensor_as_written(
+    kind: type[FusedDecoder], spelling: Spelling
+) -> None:
     torch.manual_seed(0)
-    model, ids = Normed(BOTH[0], 16).eval().requires_grad_(False), prompt(20, batch=2)
+    model, ids = kind(spelling, 16).eval().requires_grad_(False), prompt(20, batch=2)
     expected, _ = go_on(model, ids, None, 6)
     forget_notices()
     found, cache = go_on(compiled(model), ids, None, 6)

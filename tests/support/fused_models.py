@@ -27,6 +27,7 @@ class Spelling:
             otherwise the one tensor grows, and K and V are taken from it.
         v_first: Whether V comes first.
         order: Of the dimensions of the tensor that is taken apart, if it is permuted before that.
+        as_one: Whether K and V of new tokens are one view of a projection, never joined.
     """
 
     dim: int
@@ -35,6 +36,7 @@ class Spelling:
     grows_apart: bool = False
     v_first: bool = False
     order: tuple[int, ...] | None = None
+    as_one: bool = False
 
     @property
     def is_stacked(self) -> bool:
@@ -55,6 +57,13 @@ class Spelling:
         """Return K and V in one tensor."""
         both = (v, k) if self.v_first else (k, v)
         return torch.stack(both, self.dim) if self.is_stacked else torch.cat(both, self.dim)
+
+    def view(self, projected: torch.Tensor) -> torch.Tensor:
+        """Return new K and V, stacked, as a view of their projection [B, S, C]."""
+        dims = [0, 1, 3, 4] if self.token_dim == 1 else [0, 3, 1, 4]
+        dims.insert(self.dim, 2)
+        apart: torch.Tensor = projected.unflatten(-1, (2, 2, 16))
+        return apart.permute(dims)
 
     def part(self, fused: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Return K and V; of the extents `sizes` in the dimension, if they are not stacked."""
@@ -106,7 +115,7 @@ class FusedAttention(nn.Module):
                 k, v = (torch.cat(p, how.token_dim) for p in zip(old, (k, v), strict=True))
             present = how.join(k, v)
         else:
-            present = how.join(k, v)
+            present = how.view(self.kv(x)) if how.as_one else how.join(k, v)
             if past is not None:
                 present = torch.cat([past, present], how.grown_dim)
             k, v = how.part(present, sizes)
