@@ -72,13 +72,14 @@ def lend(k: KVTensor, v: KVTensor) -> PagedStore:
 
 
 def writable_store(past: KVTensor) -> PagedStore:
-    """Return the store that ends, in the handle's own role, where the handle ends.
+    """Return the store that ends, in what the handle shows of it, where the handle ends.
 
     One that a step of another thread is appending to or reading is forked.
     """
     store, role, length = _store_of(past), past.role, past.length
     is_in_use = store.claimed or store.readers > 0
-    if store.role_length(role) == length and not is_in_use:
+    ends = [store.k_len, store.v_len] if role == "kv" else [store.role_length(role)]
+    if all(end == length for end in ends) and not is_in_use:
         return store
     # A quantized page holds both: whoever cuts it for K has cut it for V. So does whoever cuts
     # inside left padding, which new tokens take the place of.

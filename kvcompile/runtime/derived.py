@@ -16,7 +16,7 @@ class Derived:
 
     def __init__(self) -> None:
         """Begin without one."""
-        self._made: dict[object, tuple[weakref.ref[PagedStore], set[Role]]] = {}
+        self._made: dict[object, tuple[weakref.ref[PagedStore], set[str]]] = {}
 
     def store(
         self, what: object, role: Role, at_least: int, make: Callable[[], PagedStore]
@@ -32,11 +32,12 @@ class Derived:
         if what in self._made:
             ref, roles = self._made[what]
             store = ref()
+            is_given = bool(roles & {*role})  # "kv" asks for K and for V
             # One that was given to the other role may have been cut short since then.
-            if store is not None and role not in roles and store.role_length(role) >= at_least:
-                roles.add(role)
+            if store is not None and not is_given and store.role_length(role) >= at_least:
+                roles.update(role)
                 return store
         store = make()
         self._made = {key: made for key, made in self._made.items() if made[0]() is not None}
-        self._made[what] = weakref.ref(store), {role}
+        self._made[what] = weakref.ref(store), {*role}
         return store

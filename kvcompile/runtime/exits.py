@@ -57,6 +57,10 @@ class PythonExits(torch.Tensor):
         fused = self.store.fused if self.store is not None and self.role == "kv" else None
         return None if fused is None else fused.dim
 
+    def from_front(self, dim: int) -> int:
+        """Return a dimension counted from 0 on; one that is out of range stays what it is."""
+        return dim + self.ndim if -self.ndim <= dim < 0 else dim
+
     def read(self, operator: str) -> torch.Tensor:
         """Return the dense values for reading only."""
         raise NotImplementedError
@@ -116,11 +120,11 @@ class PythonExits(torch.Tensor):
         if self.store.capacity is None:
             first = int(start) + (self.shape[dim] if start < 0 else 0)
             fits = 0 <= first <= first + length <= self.shape[dim]
-            if fits and dim % self.ndim == self.token_dim and first == 0:
+            if fits and self.from_front(dim) == self.token_dim and first == 0:
                 return self.alias(length)
-            if fits and dim % self.ndim == self.batch_dim and length:
+            if fits and self.from_front(dim) == self.batch_dim and length:
                 return self.rows(range(first, first + length))
-            if fits and dim % self.ndim == self.parts_dim:
+            if fits and self.from_front(dim) == self.parts_dim:
                 role = self.store.role_at(first, length)
                 if role is not None:
                     return self.only(role)
@@ -177,7 +181,7 @@ class PythonExits(torch.Tensor):
     ) -> torch.Tensor:
         """Repeat rows on pages, any other dimension on the dense tensor."""
         batch = None if self.store is None else self.batch_dim
-        if batch is None or dim is None or dim % self.ndim != batch:
+        if batch is None or dim is None or self.from_front(dim) != batch:
             return super().repeat_interleave(repeats, dim, output_size=output_size)
         rows = torch.arange(self.shape[batch], device=self.device).repeat_interleave(repeats)
         return self.index_select(batch, rows)
@@ -186,7 +190,7 @@ class PythonExits(torch.Tensor):
         """Return K or V of a handle of both; take all else from the dense tensor."""
         if self.store is None:
             return super().select(dim, index)
-        if dim % self.ndim == self.parts_dim and index in (-2, -1, 0, 1):
+        if self.from_front(dim) == self.parts_dim and index in (-2, -1, 0, 1):
             role = self.store.role_at(int(index) % 2)
             if role is not None:
                 return self.only(role)
@@ -196,7 +200,7 @@ class PythonExits(torch.Tensor):
         """Return K and V of a handle of both; take all else from the dense tensor."""
         if self.store is None:
             return super().unbind(dim)
-        if dim % self.ndim == self.parts_dim and self.store.role_at(0) is not None:
+        if self.from_front(dim) == self.parts_dim and self.store.role_at(0) is not None:
             return self.select(dim, 0), self.select(dim, 1)
         return self.turn_dense("unbind").unbind(dim)
 

@@ -45,12 +45,20 @@ def _apart(state: FusedState, past: torch.Tensor) -> tuple[torch.Tensor, torch.T
     dense = past
     if isinstance(past, KVTensor):
         store = past.store
-        if store is not None and store.fused == state.layout and not past.is_written:
+        if store is not None and _lies_as_in(state, past) and not past.is_written:
             return KVTensor.of(store, "k", past.length), KVTensor.of(store, "v", past.length)
         dense = past.read(INPUT)
     k = state.layout.part(dense, True, state.k_size)
     v = state.layout.part(dense, False, state.v_size)
     return k.contiguous(), v.contiguous()
+
+
+def _lies_as_in(state: FusedState, past: KVTensor) -> bool:
+    """Whether a handle shows K and V in the places where the graph has them."""
+    store, sizes = past.store, (state.k_size, state.v_size)
+    if store is None or past.role != "kv" or store.fused != state.layout:
+        return False
+    return store.part_sizes(state.layout) == sizes
 
 
 def _joined(state: FusedState, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

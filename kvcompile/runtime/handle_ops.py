@@ -98,9 +98,9 @@ def _slice(
     if handle.store is None or handle.store.capacity is not None:
         return NotImplemented
     part = range(handle.shape[dim])[slice(start, end, step)]
-    if dim % handle.ndim == handle.batch_dim and part:
+    if handle.from_front(dim) == handle.batch_dim and part:
         return handle.rows(part)
-    if dim % handle.ndim != handle.token_dim or part != range(len(part)):
+    if handle.from_front(dim) != handle.token_dim or part != range(len(part)):
         return NotImplemented
     return handle.alias(len(part))
 
@@ -109,7 +109,7 @@ def _split(handle: KVTensor, size: Any, dim: int = 0) -> Any:
     """Split rows, or tokens into one that begins at token 0 and others: for callers in C++."""
     if handle.store is None or handle.store.capacity is not None:
         return NotImplemented
-    is_native = dim % handle.ndim in (handle.batch_dim, handle.parts_dim)
+    is_native = handle.from_front(dim) in (handle.batch_dim, handle.parts_dim)
     return list(handle.split(size, dim)) if is_native else NotImplemented
 
 
@@ -159,12 +159,12 @@ def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     if len(tensors) == 1 and is_handle(past) and -past.ndim <= dim < past.ndim:
         return _clone(past)
     known = next(t for t in tensors if is_handle(t))
-    if known.store is not None and dim % known.ndim == known.batch_dim:
+    if known.store is not None and known.from_front(dim) == known.batch_dim:
         return join_rows(tensors)
     if len(tensors) != 2 or not is_handle(past) or past.store is None:
         return NotImplemented
-    tokens = past.token_dim, past.token_dim - past.ndim
-    return _append_eagerly(past, tensors[1]) if dim in tokens else NotImplemented
+    is_native = past.from_front(dim) == past.token_dim
+    return _append_eagerly(past, tensors[1]) if is_native else NotImplemented
 
 
 def _append_eagerly(past: KVTensor, new: torch.Tensor) -> Any:

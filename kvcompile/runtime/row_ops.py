@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def index_select(handle: KVTensor, dim: int, index: torch.Tensor) -> Any:
     """Select rows by number."""
-    if handle.store is None or dim % handle.ndim != handle.batch_dim or index.ndim != 1:
+    if handle.store is None or handle.from_front(dim) != handle.batch_dim or index.ndim != 1:
         return NotImplemented
     # Where PyTorch raises, the dense operator raises its own error.
     if index.dtype not in (torch.int32, torch.int64) or bool((index < 0).any()):
@@ -91,9 +91,16 @@ def join_rows(tensors: Sequence[torch.Tensor]) -> Any:
             if role == "kv":
                 return NotImplemented
             parts.append(tensor.detach().transpose(1, 2) if token_dim == 1 else tensor.detach())
-        elif tensor.store is None or tensor.is_written or tensor.role != role:
+        elif tensor.store is None or tensor.is_written or not _show_the_same(tensor, first):
             return NotImplemented
         else:
             parts.append(tensor.store)
     joined = join(parts, role, first.length)
     return NotImplemented if joined is None else first.of(joined, role, first.length)
+
+
+def _show_the_same(handle: KVTensor, other: KVTensor) -> bool:
+    """Whether two handles are both K, both V, or both K and V that lie alike in one tensor."""
+    stores = handle.store, other.store
+    layouts = [None if store is None else store.fused for store in stores]
+    return handle.role == other.role and (handle.role != "kv" or layouts[0] == layouts[1])

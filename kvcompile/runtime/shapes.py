@@ -69,10 +69,14 @@ class DenseShapes:
         """Return K and V of a dense tensor of both, as views."""
         layout = self.fused
         assert layout is not None
-        if layout.is_stacked:
-            return layout.part(fused, True, 1), layout.part(fused, False, 1)
-        k_size, v_size = (self.shape(role, 0)[layout.dim] for role in ("k", "v"))
+        k_size, v_size = self.part_sizes(layout)
         return layout.part(fused, True, k_size), layout.part(fused, False, v_size)
+
+    def part_sizes(self, layout: FusedLayout) -> tuple[int, int]:
+        """Return the extents of K and V in the dimension that tells them apart; 1 if stacked."""
+        if layout.is_stacked:
+            return 1, 1
+        return self.shape("k", 0)[layout.dim], self.shape("v", 0)[layout.dim]
 
     def role_at(self, start: int, length: int | None = None) -> Role | None:
         """Return whether K or V lies there in the dimension that tells them apart.
@@ -87,7 +91,7 @@ class DenseShapes:
         roles: tuple[Role, Role] = ("k", "v") if layout.k_first else ("v", "k")
         if length is None:
             return roles[start]
-        sizes = [self.shape(role, 0)[layout.dim] for role in roles]
+        sizes = self.part_sizes(layout)[:: 1 if layout.k_first else -1]
         places = [(0, sizes[0]), (sizes[0], sizes[1])]
         return roles[places.index((start, length))] if (start, length) in places else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from typing import Any
 
@@ -187,6 +188,85 @@ def test_eager_code_takes_the_parts_in_pages(case: Case) -> None:
     parts[1].mul_(2)  # they are views, as PyTorch's are
     how.part(dense[0], (16, 16))[1].mul_(2)
     torch.testing.assert_close(cache[0] + 0, dense[0], atol=1e-5, rtol=1e-4)
+
+
+def test_eager_code_appends_to_the_whole_and_to_its_parts(case: Case) -> None:
+    model, run, ids = case
+    how = model.spelling
+    _, dense = go_on(model, ids, None, 3)
+    more = torch.randn_like(dense[0].narrow(how.grown_dim, 0, 1))
+    new = dict(zip("kv", how.part(-more, (16, 16)), strict=True))
+    orders = [("k", "whole", "v"), ("whole", "k", "v"), ("k", "v", "whole")]
+    for tokens, order in itertools.product((22, 15), orders):
+        _, cache = go_on(run, ids, None, 3)
+        ends = []
+        for whole in (cache[0], dense[0]):
+            crop = whole.narrow(how.grown_dim, 0, tokens)
+            parts = dict(zip("kv", how.part(crop, (16, 16)), strict=True))
+            grown = [
+                torch.cat([crop, more], how.grown_dim)
+                if name == "whole"
+                else torch.cat([parts[name], new[name]], how.token_dim)
+                for name in order
+            ]
+            ends.append([*grown, *parts.values(), whole])
+        paged(tuple(ends[0]))
+        for found, expected in zip(*ends, strict=True):
+            torch.testing.assert_close(found + 0, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_dimension_out_of_range_is_named_by_pytorch(case: Case) -> None:
+    model, run, ids = case
+    _, cache = go_on(run, ids, None, 1)
+    parts = model.spelling.part(cache[0], (16, 16))
+    for handle in (cache[0], *parts):
+        for dim in (*range(-2 * handle.ndim, -handle.ndim), *range(handle.ndim, 2 * handle.ndim)):
+            for ask in (
+                lambda x, dim: torch.cat([x, x], dim),
+                lambda x, dim: torch.cat([torch.empty(0), x], dim),
+                lambda x, dim: x.index_select(dim, torch.tensor([0])),
+                lambda x, dim: x.repeat_interleave(2, dim),
+                lambda x, dim: x.select(dim, 0),
+                lambda x, dim: x.unbind(dim),
+                lambda x, dim: torch.select(x, dim, 0),
+                lambda x, dim: torch.chunk(x, 2, dim),
+            ):
+                with pytest.raises(IndexError, match="Dimension out of range"):
+                    ask(handle, dim)
+
+
+def test_rows_of_two_layouts_of_one_shape_are_joined_as_tensors_are() -> None:
+    ids = prompt(20, batch=2)
+    caches = []
+    for spelling in (Spelling(0), Spelling(1), Spelling(0, v_first=True)):
+        model = fused_decoder(spelling)
+        caches.append(
+            (go_on(compiled(model), ids, None, 1)[1][0], go_on(model, ids, None, 1)[1][0])
+        )
+    for dim in (0, 1):
+        found, expected = (torch.cat(tensors, dim) for tensors in zip(*caches, strict=True))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+class Widths(nn.Module):
+    """One attention over the past of a model that has K and V of other widths."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the result [B, H, S, 16] and the grown tensor of K and V."""
+        present = torch.cat([past, torch.cat([k, v], 3)], 2)
+        k, v = present.split((32, 16), 3)
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True), present
+
+
+def test_a_past_of_other_widths_is_read_as_the_tensor_it_is() -> None:
+    model, ids = fused_decoder(Spelling(3, 2, "split"), value_dim=32), prompt(20, batch=2)
+    past = go_on(compiled(model), ids, None, 2)[1][0]
+    new = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 16)
+    expected = Widths()(*new, past + 0)
+    for found, tensor in zip(compiled(Widths())(*new, past), expected, strict=True):
+        torch.testing.assert_close(found + 0, tensor, atol=1e-5, rtol=1e-4)
 
 
 def test_what_is_written_is_what_the_model_goes_on_with(case: Case) -> None:
