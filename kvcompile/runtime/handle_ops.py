@@ -11,9 +11,11 @@ from torch.utils import _pytree as pytree
 
 from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime.claim import writable_store
-from kvcompile.runtime.errors import HandleWriteError
+from kvcompile.runtime.errors import CacheFileError, HandleWriteError
 from kvcompile.runtime.exits import is_handle
+from kvcompile.runtime.joining import on_device
 from kvcompile.runtime.row_ops import index, index_select, join_rows, repeat
+from kvcompile.runtime.targets import gpu_devices
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -135,12 +137,27 @@ def _clone(handle: KVTensor, *, memory_format: torch.memory_format | None = None
     return handle.of(store.derive("fork", handle.role, 0, store.fork), handle.role)
 
 
-def _to_copy(handle: KVTensor, **options: Any) -> Any:
-    kept = {"dtype": handle.dtype, "device": handle.device, "layout": torch.strided}
+def _to_copy(handle: KVTensor, *, device: torch.device | None = None, **options: Any) -> Any:
+    kept = {"dtype": handle.dtype, "layout": torch.strided}
     for name, value in options.items():
         if name != "non_blocking" and value not in (None, False, kept.get(name)):
             return NotImplemented
-    return _clone(handle)
+    return _clone(handle) if device in (None, handle.device) else moved_to(handle, device)
+
+
+def moved_to(handle: KVTensor, device: torch.device) -> Any:
+    """Return a handle of the same tokens on another device, if caches have kernels there."""
+    store = handle.store
+    if store is None or handle.is_written or device.type not in ("cpu", *gpu_devices()):
+        return NotImplemented
+    if device.type != "cpu" and device.index is None:
+        device = torch.empty(0, device=device).device
+    length = handle.length if store.capacity is None else 0
+    try:
+        there = store.derive(("to", device), handle.role, length, lambda: on_device(store, device))
+    except CacheFileError:
+        return NotImplemented
+    return handle.of(there, handle.role, handle.length)
 
 
 def _zero_(handle: KVTensor) -> Any:

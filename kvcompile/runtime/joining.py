@@ -1,7 +1,8 @@
-"""Rows of several caches in one store: pages are shared, or copied from other arenas."""
+"""Rows of several caches in one store, or a cache elsewhere: pages are shared, or copied."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,15 @@ from kvcompile.runtime import launch
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.registry import Half, Role
 from kvcompile.runtime.store import PagedStore
-from kvcompile.runtime.store_image import describe, numbers_of, page_tables, placed, restore
+from kvcompile.runtime.store_image import (
+    StoreImage,
+    describe,
+    in_order,
+    numbers_of,
+    page_tables,
+    placed,
+    restore,
+)
 
 Part = PagedStore | torch.Tensor
 """Rows in pages, or dense rows [B, K, T, D]."""
@@ -53,10 +62,60 @@ def moved(store: PagedStore, arenas: Sequence[Arena]) -> PagedStore:
     committed = store.fork()
     numbers = numbers_of(committed)
     image = describe(committed, numbers)
-    with placed(arenas, [number.content() for number in numbers]) as pages:
-        result = restore(image, arenas, pages, store.rotary_table)
-    result.materializations = store.materializations
+    return _placed_in(image, arenas, [number.content() for number in numbers], store)
+
+
+def on_device(store: PagedStore, device: torch.device) -> PagedStore:
+    """Return a store with the same tokens on another device, bit for bit.
+
+    Records lie there as the kernels of the device read them. The layers of a cache, which move one
+    by one, share arenas there if they do here.
+
+    Raises:
+        CacheFileError: The kernels of the device cannot read them.
+    """
+    committed = store.fork()
+    numbers = numbers_of(committed)
+    image = describe(committed, numbers)
+    there = image.for_device(device)
+    sizes = there.page_bytes
+    arenas = [_twin(n.arena, device, size) for n, size in zip(numbers, sizes, strict=True)]
+    content = [
+        in_order(number.stacked(), layout, there.layout.order).to(device)
+        for number, layout in zip(numbers, image.layouts, strict=True)
+    ]
+    return _placed_in(there, arenas, [list(pages) for pages in content], store)
+
+
+def _placed_in(
+    image: StoreImage,
+    arenas: Sequence[Arena],
+    content: Sequence[Sequence[torch.Tensor]],
+    source: PagedStore,
+) -> PagedStore:
+    """Return a copy of a store that consists of these pages, copied to arenas."""
+    angles = source.rotary_table
+    angles = None if angles is None else angles.to(arenas[0].device)
+    with placed(arenas, content) as pages:
+        result = restore(image, arenas, pages, angles)
+    result.materializations = source.materializations
     return result
+
+
+_twins: weakref.WeakKeyDictionary[Arena, dict[object, weakref.ref[Arena]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _twin(arena: Arena, device: torch.device, page_bytes: int) -> Arena:
+    """Return where the pages of an arena go on another device, the same one while it lives."""
+    twins = _twins.setdefault(arena, {})
+    ref = twins.get((device, page_bytes))
+    found = None if ref is None else ref()
+    if found is None:
+        found = Arena(page_bytes, device)
+        twins[device, page_bytes] = weakref.ref(found)
+    return found
 
 
 def _name(part: Part) -> tuple[object, ...]:
