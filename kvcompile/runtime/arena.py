@@ -68,7 +68,8 @@ class Arena:
         self._shift: int | None = None
         self._slabs: dict[int, torch.Tensor] = {}
         self.allocated_bytes = 0
-        self.slab_table = torch.zeros(64, dtype=torch.int64)
+        with torch.inference_mode(mode=False):  # tables and slabs are written to outside of it, too
+            self.slab_table = torch.zeros(64, dtype=torch.int64)
         # States made before the table grew still point to the older, shorter tables.
         self._outgrown_tables: list[torch.Tensor] = []
         self._counts: dict[int, int] = {}
@@ -195,9 +196,10 @@ class Arena:
         if self._shift is None:
             self._shift = self._choose_shift(wanted_pages)
         sizes = self._sizes_of_new_slabs(wanted_pages - len(self._free))
-        # All of them before one is added: if memory runs out, nothing has changed.
-        for slab in [self._new_slab(pages) for pages in sizes]:
-            self._add(slab)
+        with torch.inference_mode(mode=False):
+            # All of them before one is added: if memory runs out, nothing has changed.
+            for slab in [self._new_slab(pages) for pages in sizes]:
+                self._add(slab)
 
     def _new_slab(self, pages: int) -> torch.Tensor:
         slab = torch.empty(pages * self.page_bytes, dtype=torch.uint8, device=self.device)

@@ -142,3 +142,15 @@ def test_huge_pages_are_only_asked_for() -> None:
     arena.page(pages[3]).fill_(7)
     assert arena.allocated_bytes == 4 << 20
     assert (arena.page(pages[3]) == 7).all()
+
+
+def test_what_was_allocated_in_inference_mode_is_written_to_outside() -> None:
+    with torch.inference_mode():
+        arena = Arena(64)
+        (page,) = arena.allocate(1)
+        arena.page(page).fill_(3)
+    assert arena.page(arena.copy_page(page)).tolist() == [3] * 64
+    slabs = len(arena.tensors())
+    while len(arena.tensors()) == slabs:  # another slab enters the table
+        arena.allocate(1)
+    assert arena.page(page).tolist() == [3] * 64
