@@ -87,7 +87,7 @@ def _split_what_is_taken_apart(program: Program, site: AttentionSite) -> bool:
         if node.meta.get("val") is None:
             node.meta["val"] = _empty(layout.part(state.meta["val"], is_k, size))
     _replace(program, read, layout, apart)
-    _return(program, state, layout, apart, (past, pasts), sizes)
+    _return(program, state, layout, apart, past, sizes)
     return True
 
 
@@ -134,7 +134,7 @@ def _split_joined(program: Program, state: fx.Node, layout: FusedLayout, both: P
     pasts = _past_parts(program, past, layout, (k_size, v_size))
     if pasts is not None and read is not None:
         _replace(program, read, layout, pasts)
-    _return(program, state, layout, both, (past, pasts), (k_size, v_size))
+    _return(program, state, layout, both, past, (k_size, v_size))
     return True
 
 
@@ -260,25 +260,18 @@ def _return(
     state: fx.Node,
     layout: FusedLayout,
     both: Pair,
-    pasts: tuple[fx.Node | None, Pair | None],
+    past: fx.Node | None,
     sizes: tuple[int, int],
 ) -> None:
     """Return K and V instead of the state, and note how the runtime gets from one to the other."""
-    placeholders = program.placeholders
-    past, parts = pasts
     positions, end = _positions(program, state), len(program.outputs)
     outputs = [None if i in positions else out for i, out in enumerate(program.outputs)]
     program.output_node.args = ((*outputs, *both),)
-    inputs = [
-        None if n is None else placeholders.index(n) for n in (past, *(parts or (None, None)))
-    ]
     program.fused += (
         FusedState(
             layout=layout,
-            input=inputs[0],
+            input=None if past is None else program.placeholders.index(past),
             outputs=positions,
-            k_input=inputs[1],
-            v_input=inputs[2],
             k_output=end,
             v_output=end + 1,
             k_size=sizes[0],

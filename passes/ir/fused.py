@@ -77,8 +77,6 @@ class FusedState:
         layout: How K and V lie in the state.
         input: Position of the past among the inputs, or None.
         outputs: Positions of the state among the outputs.
-        k_input: Position of the past K, or None.
-        v_input: Position of the past V, or None.
         k_output: Position of K.
         v_output: Position of V.
         k_size: Extent of K in the layout's dimension, if they are not stacked there.
@@ -88,8 +86,6 @@ class FusedState:
     layout: FusedLayout
     input: int | None
     outputs: tuple[int, ...]
-    k_input: int | None
-    v_input: int | None
     k_output: int
     v_output: int
     k_size: int
