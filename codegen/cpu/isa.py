@@ -35,8 +35,8 @@ class Isa:
         name: Name used in specs.
         lanes: fp32 lanes of a vector; divides the tile of 16 tokens.
         accumulators: Vector registers a fragment may fill with running sums.
-        most_rows: Rows up to which a `linear` is faster than PyTorch's, as measured in
-            docs/decisions/0007: with AVX-512, PyTorch has products of bfloat16 that tile well.
+        most_rows: Rows up to which a `linear` goes to the kernel: docs/decisions/0007. More than 4
+            were measured with AVX2 alone.
         flags: Compiler flags.
         cpu_flags: What /proc/cpuinfo must list.
         vocabulary: The module with the C++ text of the vector functions.
