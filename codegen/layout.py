@@ -66,6 +66,19 @@ class Window:
         """Exact pages that hold the sinks."""
         return -(-self.num_sink_tokens // TILE)
 
+    def exact_page_of(self, token: int, ring_from: int, page_size: int) -> int:
+        """Return the entry of the exact table that a token lies in, were it not quantized.
+
+        Args:
+            token: Number of the token in its row.
+            ring_from: Quantized pages before the ring's first exact page.
+            page_size: Tokens of a quantized page.
+        """
+        if token < self.num_sink_tokens:
+            return token // TILE
+        ring = token - self.num_sink_tokens - ring_from * page_size
+        return self.sink_pages + max(ring, 0) // TILE
+
     def exact_pages(self, stored: int, ring_from: int, page_size: int) -> int:
         """Return the exact pages of a row of `stored` tokens whose first pages are quantized.
 

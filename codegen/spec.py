@@ -150,6 +150,8 @@ class KernelSpec:
         softcap: Bound of the scores, cap * tanh(score / cap) (attend only; Gemma 2,
             https://arxiv.org/abs/2408.00118).
         sliding_window: Most recent tokens that a query sees, itself included (attend only).
+        slides: Whether rows may have stored tokens before column 0, which no query sees: their
+            `starts` are below 0 then (attend only; sliding windows that leave tokens behind).
         rotary: How K rotates, if its turning mean is kept beside its codes.
         rope: How q and new K turn on their way in, if they come unrotated (append and attend only;
             RoFormer, https://arxiv.org/abs/2104.09864). Cosines and sines are arguments.
@@ -175,6 +177,7 @@ class KernelSpec:
     compute: Compute | None = None
     softcap: float | None = None
     sliding_window: int | None = None
+    slides: bool = False
     rotary: Rotary | None = None
     rope: Rotary | None = None
 
@@ -194,8 +197,8 @@ class KernelSpec:
         else:
             extra = [
                 name
-                for name in (*fields, "softcap", "sliding_window")
-                if getattr(self, name) is not None
+                for name in (*fields, "softcap", "sliding_window", "slides")
+                if getattr(self, name) not in (None, False)
             ]
             if extra:
                 raise ValueError(f"{', '.join(extra)} mean nothing to {self.op}")
@@ -254,6 +257,7 @@ class KernelSpec:
             cap = repr(float(self.softcap)).removesuffix(".0")
             parts.append("cap" + cap.replace(".", "_").replace("-", "m").replace("+", ""))
         parts += [f"w{self.sliding_window}"] if self.sliding_window is not None else []
+        parts += ["slides"] if self.slides else []
         parts += [f"rope{self.rope.size}"] if self.rope else []
         return "_".join(parts)
 

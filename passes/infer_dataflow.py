@@ -24,6 +24,7 @@ from kvcompile.passes.patterns.layout import (
 )
 from kvcompile.passes.patterns.path import Path, before_path
 from kvcompile.passes.patterns.token_writes import is_write, token_write
+from kvcompile.passes.patterns.window import is_handed_on, kept_part, past_in, positions_of
 
 if TYPE_CHECKING:
     from kvcompile.passes.ir.program import Program
@@ -53,7 +54,7 @@ class InferDataflow:
                 continue
             program.streams[site.index] = found
             taken |= dict.fromkeys(_cached(found), site)
-            reason = f"K and V are cached ({found.k.kind}, {_layout(found.k)})"
+            reason = f"K and V are cached ({found.k.kind}, {_layout(found.k)}{_window(found.k)})"
             program.remarks.append(passed(self.name, "KVC200", site, reason))
 
 
@@ -65,6 +66,12 @@ def _cached(stream: CacheStream) -> list[fx.Node]:
 
 def _layout(update: StateUpdate) -> str:
     return "[B, K, T, D]" if update.token_dim == 2 else "[B, T, K, D]"
+
+
+def _window(update: StateUpdate) -> str:
+    if update.kept is not None:
+        return f", the last {update.kept} tokens are kept"
+    return "" if update.past_seen is None else f", the last {update.past_seen} are read"
 
 
 def _stream(program: Program, site: AttentionSite) -> CacheStream | Missed:
@@ -83,6 +90,9 @@ def _stream(program: Program, site: AttentionSite) -> CacheStream | Missed:
         return Missed("KVC205", reason, v.state)
     if k.token_dim != v.token_dim:
         return Missed("KVC205", f"keys are {_layout(k)} and values {_layout(v)}", v.state)
+    if (k.kept, k.past_seen) != (v.kept, v.past_seen):
+        reason = f"{k.kept} tokens of the keys and {v.kept} of the values are kept"
+        return Missed("KVC205", reason, v.state)
     for update in (k, v):
         if (extra := _other_reader(program, site, update)) is not None:
             return Missed(
@@ -103,22 +113,38 @@ def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Miss
     """Find the state behind one operand of the attention."""
     outputs = program.outputs
     path = Path(operand, swapped=False)
-    fresh: Path | None = None
+    fresh: StateUpdate | None = None
     while True:
         node = path.node
         if (found := _cat(path)) or (found := _index_copy(path)):
             kind, new, past, position = found
             token_dim = 1 if path.swapped else 2
-            positions = _positions(outputs, node)
+            positions = positions_of(outputs, node)
             if past is None and kind == "cat":
                 kind = "fresh"
+            kept = past_seen = None
+            if kind in ("fresh", "cat") and not positions:
+                kept, positions = kept_part(outputs, node, token_dim)
+            if path.suffix is not None:
+                past_seen = past_in(path.suffix, new, token_dim) if kind == "cat" else None
+                if past_seen is None:
+                    return _cut_unclearly(what, path.suffix)
             if kind in ("fresh", "cat", "fresh_index_copy") and not positions:
                 return _not_cached(program, what, node)
             return StateUpdate(
-                kind, node, new, past, position, token_dim, positions, prefix=path.prefix
+                kind,
+                node,
+                new,
+                past,
+                position,
+                token_dim,
+                positions,
+                prefix=path.prefix,
+                kept=kept,
+                past_seen=past_seen,
             )
-        if fresh is None and _positions(outputs, node):
-            fresh = path
+        if fresh is None:
+            fresh = _fresh(outputs, path)
         if is_write(peel(node)):
             return Missed(
                 "KVC209",
@@ -131,9 +157,7 @@ def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Miss
             break
         path = before
     if fresh is not None:
-        dim = 1 if fresh.swapped else 2
-        positions = _positions(outputs, fresh.node)
-        return StateUpdate("fresh", fresh.node, fresh.node, None, None, dim, positions)
+        return fresh
     if (written := _written_elsewise(path.node)) is not None:
         return Missed(
             "KVC209",
@@ -146,6 +170,25 @@ def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Miss
     if path.node.op == "placeholder":
         return _only_read(path, what)
     return _not_cached(program, what, path.node)
+
+
+def _fresh(outputs: tuple[object, ...], path: Path) -> StateUpdate | None:
+    """Return new tokens that the graph returns, or the last ones of them."""
+    node, kept, positions = path.node, None, positions_of(outputs, path.node)
+    if not positions:
+        kept, positions = kept_part(outputs, node, path.token_dim)
+    if not positions:
+        return None
+    return StateUpdate("fresh", node, node, None, None, path.token_dim, positions, kept=kept)
+
+
+def _cut_unclearly(what: str, suffix: fx.Node) -> Missed:
+    return Missed(
+        "KVC211",
+        f"the attention reads the last tokens of the {what}, which are not a fixed number of past "
+        "ones and the new ones",
+        suffix,
+    )
 
 
 def _written_elsewise(node: fx.Node) -> fx.Node | None:
@@ -224,16 +267,6 @@ _MOVES = (
 )
 
 
-def _positions(outputs: tuple[object, ...], node: fx.Node) -> tuple[int, ...]:
-    return tuple(
-        i for i, out in enumerate(outputs) if isinstance(out, fx.Node) and _same(out, node)
-    )
-
-
-def _same(out: fx.Node, node: fx.Node) -> bool:
-    return out is node or peel(out) is node
-
-
 _Found = tuple[UpdateKind, fx.Node, fx.Node | None, fx.Node | None]
 
 
@@ -296,6 +329,10 @@ def _other_reader(program: Program, site: AttentionSite, update: StateUpdate) ->
         node = stack.pop()
         for user in node.users:
             if user in seen or user in allowed or _is_size(user, update):
+                continue
+            if node is update.state and is_handed_on(
+                user, update.state, update.token_dim, program.output_node
+            ):
                 continue
             seen.add(user)
             if not _feeds_only(user, site):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -128,6 +129,14 @@ def _call(
     k, v = _heads_first(stream.k), _heads_first(stream.v)
     if stream.has_past:
         return _append_attend(program, site, stream, (k, v, state), past_len, mask)
+    if (kept := stream.k.kept) is not None:
+        # What a window leaves behind at once is never stored.
+        k, v = _last(k, 2, kept), _last(v, 2, kept)
+        mask = (
+            mask
+            if mask is None or same_size(mask.meta["val"].shape[3], 1)
+            else _last(mask, 3, kept)
+        )
     # A static buffer that is only written has no past, and yet says where it is written.
     program.graph.call_function(APPEND, (k, v, state, past_len, stream.k.position, mask))
     if stream.k.kind == "fresh_index_copy":
@@ -154,6 +163,14 @@ def _append_attend(
         kv_len = sum_of(program, past_len, new_len)
     how = (stream.k.position, mask, site.mask_kind == "causal", site.scale, kv_len)
     return program.graph.call_function(APPEND_ATTEND, (site.q, *appended, past_len, *how))
+
+
+def _last(node: fx.Node, dim: int, count: int) -> fx.Node:
+    """Return the last `count` of a dimension."""
+    size = node.meta["val"].shape[dim]
+    part = node.graph.call_function(aten.slice.Tensor, (node, dim, -count, sys.maxsize))
+    part.meta["val"] = node.meta["val"].narrow(dim, size - count, count)
+    return part
 
 
 def _attend_new(
@@ -257,6 +274,8 @@ def _past_length(program: Program, stream: CacheStream) -> fx.node.Argument | Mi
     past = stream.k.past
     if past is None or stream.is_static:
         return 0
+    if stream.k.past_seen is not None:
+        return stream.k.past_seen
     found = size_of(program, past, stream.k.token_dim)
     if found is None:
         return Missed("KVC402", "no input carries the length of the past", past)
@@ -288,6 +307,8 @@ def _state_binding(
         if written is None or stream.k.prefix is not None
         else position_source(captured, written),
         only_read=stream.only_read,
+        kept=stream.k.kept if stream.has_past else None,
+        past_seen=stream.k.past_seen,
     )
 
 

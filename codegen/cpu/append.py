@@ -41,7 +41,7 @@ WRITE_TURNED_K = """
 MAIN = """
 // Tokens past_len .. past_len + new_len - 1 of every row; k or v may be null. Strides in elements.
 $signature
-  if (past_len < 0 || new_len < 0 || num_kv_heads < 1) return 1;
+  if (new_len < 0 || num_kv_heads < 1) return 1;
   const Store store(state);
   const int64_t runs = (new_len + 63) / 64, heads = num_kv_heads;
   const int64_t items = store.batch * heads * runs;

@@ -157,6 +157,13 @@ static void attend_items(const Call& call) {
 }
 """
 
+LONGEST = """\
+  // with the tokens before column 0
+  const Store rows(state);
+  int64_t longest = kv_len;
+  for (int64_t b = 0; b < rows.batch; ++b) longest = std::max(longest, kv_len - rows.starts[b]);
+"""
+
 MAIN = """
 extern "C" int64_t ${symbol}_scratch_bytes(
     int64_t batch, int64_t num_kv_heads, int64_t query_len, int64_t kv_len) {
@@ -167,9 +174,9 @@ extern "C" int64_t ${symbol}_scratch_bytes(
 
 $signature
   if ($bad_query_len || kv_len < 0 || num_kv_heads < 1) return 1;
-$ignored  const Call call{Store(state), q_BHSD, q_sb, q_sh, q_ss, out_BHSD, o_sb, o_sh, o_ss,
+$before  const Call call{Store(state), q_BHSD, q_sb, q_sh, q_ss, out_BHSD, o_sb, o_sh, o_ss,
 $rope_arguments$mask_arguments                  num_kv_heads, query_len, kv_len,
-                  $most_chunks, scratch, scale};
+                  $chunks, scratch, scale};
   if (threads > 1 && call.store.batch * num_kv_heads * kv_len * query_len > 768) {
 #pragma omp parallel num_threads(int(threads))
     attend_items(call);
@@ -266,6 +273,8 @@ def _exact_body(shape: AttendShape) -> list[str]:
             f"    mask(call, at.b,{head} row0, count, at.chunk * {shape.chunk}, chunk.tokens,\n"
             "         work.bias, work.s);\n"
         )
+    elif shape.spec.slides:
+        mask = f"    hide(call, at.b, at.chunk * {shape.chunk}, chunk.tokens, count, work.s);\n"
     chunk = render(CHUNK, chunk_pages=shape.chunk // shape.spec.page_size)
     return [
         load_page_text(shape.layout, shape.isa),
@@ -321,6 +330,7 @@ def _glossary(shape: AttendShape) -> str:
         "additive": f"mask_BHST {spec.mask_dtype}, added to the scores, -inf = not visible",
     }
     assert spec.mask is not None
+    slides = ["slides  rows may begin with tokens before column 0, which nothing sees"]
     quantized = []
     if spec.is_grouped:
         quantized = [
@@ -341,6 +351,7 @@ def _glossary(shape: AttendShape) -> str:
             f"Dk {spec.head_dim_qk}   Dv {spec.head_dim_vo}   P {spec.page_size}",
             f"q_BHSD, out_BHSD  {spec.dtype}; strides in elements, the last one is 1",
             f"mask    {masks[spec.mask]}",
+            *(slides if spec.slides else []),
             *rope_line(spec),
             f"record  K {spec.k_format}, V {spec.v_format}: {bytes_per_token(spec)}",
             *quantized,
@@ -385,14 +396,11 @@ def _main(shape: AttendShape) -> str:
         symbol=spec.symbol,
         signature=signature_text(spec),
         group=shape.group,
-        most_chunks=(
-            quantized_attend.most_chunks(shape)
-            if spec.is_grouped
-            else f"(kv_len + {shape.chunk - 1}) / {shape.chunk}"
-        ),
+        most_chunks=fragments.most_chunks(shape, "kv_len"),
+        chunks=fragments.most_chunks(shape, "longest" if spec.slides else "kv_len"),
         out_channels=shape.out_channels,
         bad_query_len="query_len != 1" if one else "query_len < 1 || query_len > 16",
-        ignored=ignored,
+        before=ignored + (LONGEST if spec.slides else ""),
         rope_arguments="" if spec.rope is None else ROPE_ARGUMENTS,
         mask_arguments=f"{' ' * 18}mask_BHST, m_sb, m_sh, m_ss, m_st,\n" if has_mask else "",
     )

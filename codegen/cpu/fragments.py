@@ -9,7 +9,8 @@ from __future__ import annotations
 from kvcompile.codegen.cpu.abi import mask_ctype
 from kvcompile.codegen.cpu.scalars import CTYPE, narrow, widen
 from kvcompile.codegen.cpu.shape import AttendShape
-from kvcompile.codegen.cpu.text import render
+from kvcompile.codegen.cpu.text import join_sections, render
+from kvcompile.codegen.formats import TILE
 
 LOAD_QUERY = """
 // load_query: q[row][$q_stride] = q_BHSD * scale * log2(e), so that 2^score is the softmax weight
@@ -78,11 +79,28 @@ MASK_HEAD = """
 // mask: bias[t] for the `tokens` stored tokens from `first` on: 0 or a finite number if token t is
 // visible to the query token, -inf if it is not"""
 
+HIDDEN = """
+// how many of the `tokens` stored tokens of row b from `first` on lie before column 0
+static inline int hidden_of(const Call& call, int64_t b, int64_t first, int tokens) {
+  const int64_t hidden = -int64_t(call.store.starts[b]) - first;
+  return int(std::min(std::max(hidden, int64_t(0)), int64_t(tokens)));
+}
+"""
+
+HIDE = """
+// hide: dead, whatever their scores are
+static inline void hide(const Call& call, int64_t b, int64_t first, int tokens, int rows,
+                        float* s) {
+  const int hidden = hidden_of(call, b, first, tokens);
+  for (int r = 0; r < rows; ++r) std::fill_n(s + r * $chunk, hidden, -INFINITY);
+}
+"""
+
 MASK_CAUSAL = """
 static void mask_bias(const Call& call, int64_t b, int64_t s, int64_t first, int tokens,
                       float* bias) {
   const int64_t t0 = call.store.starts[b] + first;  // logical position of the first stored token
-  for (int t = 0; t < tokens; ++t) bias[t] = t0 + t <= s ? 0.0f : -INFINITY;
+  for (int t = 0; t < tokens; ++t) bias[t] = $seen ? 0.0f : -INFINITY;
 }
 """
 
@@ -93,11 +111,15 @@ $body
 static void mask_bias(const Call& call, int64_t b, const $ctype* row, int64_t first, int tokens,
                       float* bias) {
   const $ctype* x = row + (call.store.starts[b] + first) * call.m_st;
-  if (call.m_st == 1)
-    for (int t = 0; t < tokens; ++t) bias[t] = bias_of(x[t]);
+$hidden  if (call.m_st == 1)
+    for (int t = $begin; t < tokens; ++t) bias[t] = bias_of(x[t]);
   else
-    for (int t = 0; t < tokens; ++t) bias[t] = bias_of(x[t * call.m_st]);
+    for (int t = $begin; t < tokens; ++t) bias[t] = bias_of(x[t * call.m_st]);
 }
+"""
+
+HIDDEN_BIAS = """  const int hidden = hidden_of(call, b, first, tokens);
+  std::fill_n(bias, hidden, -INFINITY);
 """
 
 BIAS_BOOL = "  return x ? 0.0f : -INFINITY;"
@@ -287,14 +309,23 @@ def mask(shape: AttendShape) -> str:
     spec = shape.spec
     literals = {"group": shape.group, "lanes": shape.isa.lanes, "chunk": shape.chunk}
     if spec.mask == "none":
-        return ""
+        return join_sections(HIDDEN, render(HIDE, chunk=shape.chunk)) if spec.slides else ""
     if spec.mask == "causal":
-        bias, rows = MASK_CAUSAL, render(MASK_ROWS_CAUSAL, **literals)
+        seen = "t0 + t >= 0 && t0 + t <= s" if spec.slides else "t0 + t <= s"
+        bias, rows = render(MASK_CAUSAL, seen=seen), render(MASK_ROWS_CAUSAL, **literals)
     else:
         dtype = spec.mask_dtype
         body = BIAS_BOOL if dtype is None else render(BIAS_ADDITIVE, widened=widen(dtype, "x"))
         ctype = mask_ctype(spec)
-        bias = render(MASK_TENSOR, ctype=ctype, body=body)
+        bias = render(
+            MASK_TENSOR,
+            ctype=ctype,
+            body=body,
+            hidden=HIDDEN_BIAS if spec.slides else "",
+            begin="hidden" if spec.slides else "0",
+        )
+        if spec.slides:
+            bias = join_sections(HIDDEN, bias)
         rows = render(MASK_ROWS, ctype=ctype, **literals)
     return MASK_HEAD.strip("\n") + "\n" + bias.strip("\n") + "\n\n" + rows
 
@@ -332,6 +363,17 @@ def accumulate(shape: AttendShape) -> str:
 def rows_expression(shape: AttendShape) -> str:
     """Print the number of rows of a KV head: a literal for one query token."""
     return str(shape.group) if shape.spec.queries == "one" else f"call.query_len * {shape.group}"
+
+
+def most_chunks(shape: AttendShape, tokens: str) -> str:
+    """Print a bound on the chunks of a row of so many tokens.
+
+    Of quantized and exact pages one chunk each may be short, and up to 15 slots are empty behind
+    the sinks and behind the ring.
+    """
+    if shape.spec.is_grouped:
+        return f"({tokens} + {2 * (TILE - 1) - 2}) / {shape.chunk} + 2"
+    return f"({tokens} + {shape.chunk - 1}) / {shape.chunk}"
 
 
 def store_partial(shape: AttendShape) -> str:

@@ -29,7 +29,7 @@ static inline void read_$name(const $word* part, int slot, $ctype* x /* [$head_d
 MAIN = """
 // Tokens from .. to - 1 of every row; either output may be null; left padding gives zeros.
 $signature
-  if (from < 0 || to < from || num_kv_heads < 1) return 1;
+  if (to < from || num_kv_heads < 1) return 1;
   const Store store(state);
   const int64_t tokens = to - from, runs = (tokens + 63) / 64, heads = num_kv_heads;
   const int64_t items = store.batch * heads * runs;

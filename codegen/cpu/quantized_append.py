@@ -74,7 +74,7 @@ MAIN = """
 // Sinks and tokens of the ring are copied to their exact slots. The pages from ring_from[b] to
 // quantized[b] - 1 are quantized; those of their tokens that are not new are in the ring.
 $signature
-  if (past_len < 0 || new_len < 0 || num_kv_heads < 1) return 1;
+  if (new_len < 0 || num_kv_heads < 1) return 1;
   const Store store(state);
   int64_t pages = 0;
   for (int64_t b = 0; b < store.batch; ++b) {

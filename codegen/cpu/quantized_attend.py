@@ -141,6 +141,12 @@ MASK_PAGES = """    for (int page = 0; page < chunk.pages; ++page)
 """
 
 
+HIDE_PAGES = """    for (int page = 0; page < chunk.pages; ++page)
+      hide(call, at.b, chunk.first[page], chunk.filled[page], count,
+           work.s + page * (quantized ? $page_size : 16));
+"""
+
+
 MEAN_SCORES = """\
       quantized::panel_mean_scores(call.store.rotary, chunk, count, work.q, work.s);
 """
@@ -160,10 +166,15 @@ def supports(spec: KernelSpec) -> Supported | Unsupported:
     return Supported()
 
 
+def _needs_tokens(spec: KernelSpec) -> bool:
+    """Whether a chunk has to know which tokens its pages hold."""
+    return spec.mask != "none" or spec.slides
+
+
 def chunk_text(shape: AttendShape) -> str:
     """Print the struct of a chunk, which holds pages of either kind."""
     pages = shape.chunk // TILE
-    first = render(CHUNK_FIRST, chunk_pages=pages) + "\n" if shape.spec.mask != "none" else ""
+    first = render(CHUNK_FIRST, chunk_pages=pages) + "\n" if _needs_tokens(shape.spec) else ""
     return render(CHUNK, chunk_pages=pages, first=first)
 
 
@@ -194,7 +205,7 @@ def _exact_panels(shape: AttendShape) -> str:
 
 def attend_chunk(shape: AttendShape) -> str:
     """Print how the chunks of a row are found, and what is done with one."""
-    spec, masked = shape.spec, shape.spec.mask != "none"
+    spec, counted = shape.spec, _needs_tokens(shape.spec)
     assert spec.num_sink_tokens is not None
     literals = {
         "sinks": spec.num_sink_tokens,
@@ -207,7 +218,9 @@ def attend_chunk(shape: AttendShape) -> str:
         "last_exact_page": shape.chunk // TILE - 1,
     }
     mask = ""
-    if masked:
+    if spec.mask == "none" and spec.slides:
+        mask = render(HIDE_PAGES, page_size=spec.page_size) + "\n"
+    elif counted:
         head = "" if spec.mask == "causal" else " at.h,"
         mask = render(MASK_PAGES, head=head, page_size=spec.page_size) + "\n"
     # Sinks that fill their pages leave no empty slot in front of the ring.
@@ -215,8 +228,8 @@ def attend_chunk(shape: AttendShape) -> str:
     return join_sections(
         render(
             CHUNKS,
-            quantized_first=render(QUANTIZED_FIRST, **literals) + "\n" if masked else "",
-            exact_first=EXACT_FIRST if masked else "",
+            quantized_first=render(QUANTIZED_FIRST, **literals) + "\n" if counted else "",
+            exact_first=EXACT_FIRST if counted else "",
             **literals,
         ),
         render(BURY, chunk=shape.chunk) if empty else "",
@@ -246,16 +259,6 @@ def row_text(shape: AttendShape) -> str:
         exact_pages=shape.chunk // TILE,
         last_exact_page=shape.chunk // TILE - 1,
     )
-
-
-def most_chunks(shape: AttendShape) -> str:
-    """Print a bound on the chunks of a row of kv_len tokens.
-
-    Of quantized and exact pages one chunk each may be short, and up to 15 slots are empty behind
-    the sinks and behind the ring.
-    """
-    slots = 2 * (TILE - 1) - 2
-    return f"(kv_len + {slots}) / {shape.chunk} + 2"
 
 
 def _quantized_panels(shape: AttendShape) -> str:

@@ -78,6 +78,8 @@ def rows(w: Writer, shape: GpuShape) -> None:
         "start = tl.load(starts_B + b)",
         "stored = (tl.load(kv_len) - start).to(tl.int32)  # tokens of this row",
     )
+    if shape.spec.slides:
+        w("hidden = tl.maximum(-start, 0).to(tl.int32)  # tokens before column 0")
     window = shape.spec.sliding_window
     if window is not None and shape.is_one:
         w(f"first_seen = stored - {window}")
@@ -261,6 +263,8 @@ def mask(w: Writer, shape: GpuShape, x: str, tokens: str, live: str) -> None:
         live: Condition on the tokens, or nothing if all are stored.
     """
     spec = shape.spec
+    if spec.slides:
+        live = f"({live} & ({tokens} >= hidden))" if live else f"({tokens} >= hidden)"
     seen = [f"{live}[None, :]"] if live else []
     if spec.sliding_window is not None:
         if shape.is_one:

@@ -117,6 +117,8 @@ def glossary(shape: GpuShape) -> list[str]:
         lines.append(f"softcap    {spec.softcap:g}: scores are cap * tanh(score / cap)")
     if spec.sliding_window is not None:
         lines.append(f"window     a query sees the last {spec.sliding_window} tokens up to its own")
+    if spec.slides:
+        lines.append("slides     rows may begin with tokens before column 0, which nothing sees")
     return [
         *lines,
         f"grid       splits, KV heads{' x blocks of rows' if shape.has_blocks else ''}, B",

@@ -45,6 +45,8 @@ def pages(w: Writer, shape: GpuShape) -> None:
     )
     if spec.sliding_window is not None:
         w(f"begin = tl.maximum(begin, tl.maximum(first_seen - {sinks}, 0) // {size})")
+    if spec.slides:
+        w(f"begin = tl.maximum(begin, tl.maximum(hidden - {sinks}, 0) // {size})")
     w(f"n = tl.arange(0, {shape.tile_tokens})")
     if shape.has_unit:
         w("unit = tl.full((), 1, tl.int32)")
@@ -83,7 +85,7 @@ def _page(w: Writer, shape: GpuShape, sinks: int) -> None:
     for tile, x in zip(tiles, xs, strict=True):
         _scores(w, shape, x, tile)
         left = fragments.finish_scores(w, shape, x, units)
-    needs_tokens = spec.mask != "none" or spec.sliding_window is not None
+    needs_tokens = spec.mask != "none" or spec.sliding_window is not None or spec.slides
     for i, x in enumerate(xs):
         if needs_tokens:
             w(f"tokens = {sinks + i * shape.tile_tokens} + i * {spec.page_size} + n")

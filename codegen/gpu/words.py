@@ -42,6 +42,8 @@ def exact_pages(w: Writer, shape: GpuShape, attend_tile: Callable[[str], None]) 
     )
     if shape.spec.sliding_window is not None:
         w(f"begin = tl.maximum(begin, tl.maximum(first_seen, 0) // {block} * {block})")
+    if shape.spec.slides:
+        w(f"begin = tl.maximum(begin, hidden // {block} * {block})")
     table = "page_BN + b * page_stride"
     w(f"page = tl.load({table} + begin // {size}, mask=begin < end, other=0)")
     with w.block(f"for t in range(begin, end, {block}):"):

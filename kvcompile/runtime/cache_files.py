@@ -108,7 +108,8 @@ class _Writer:
             self._tensors[name] = dense.detach().contiguous().clone()
             return {"tensor": name}
         number = self._number(tensor.store)
-        return {"store": number, "role": tensor.role, "tokens": tensor.tokens}
+        about = {"store": number, "role": tensor.role, "tokens": tensor.tokens}
+        return about | ({"first": tensor.first} if tensor.first else {})
 
     def save(self, layers: list[list[dict[str, Any] | None]], path: str | os.PathLike[str]) -> None:
         """Write the file."""
@@ -188,7 +189,8 @@ def _tensor_of(
         return None
     if "tensor" in entry:
         return tensors[entry["tensor"]]
-    return rebuild_handle(stores[entry["store"]], entry["role"], entry["tokens"])
+    store, first = stores[entry["store"]], entry.get("first", 0)
+    return rebuild_handle(store, entry["role"], entry["tokens"], first)
 
 
 def _pairs(cache: object) -> list[Pair]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,14 +39,47 @@ def claim(k: KVTensor, v: KVTensor) -> PagedStore:
     """
     store = k.store
     roles = k.role == "k" and v.role == "v"
+    begin, length = k.begin, k.tokens
     whole = store is not None and store is v.store and k.cell is None and v.cell is None
     if store is not None and whole and roles and not (store.claimed or store.readers):
         if store.capacity is not None:
             if not store.cells:
                 return store
-        elif k.tokens == v.tokens == store.k_len == store.v_len:
+        elif (begin, length) == (v.begin, v.tokens) and (
+            begin + length - store.origin == store.k_len == store.v_len
+        ):
             return store
     return _claim_slowly(k, v)
+
+
+def show_from(store: PagedStore, begin: int) -> None:
+    """Let column 0 of a store be the token `begin`, and give back pages that no handle needs.
+
+    The store must be the caller's: what `claim` or `writable_store` returned.
+    """
+    store.look_from(begin)
+    if store.hidden < store.page_size:
+        return
+    needed = _first_needed(store, begin)
+    if needed < begin and _leftovers.is_set():
+        # What Dynamo leaves of a compilation holds handles in reference cycles.
+        _leftovers.clear()
+        gc.collect()
+        needed = _first_needed(store, begin)
+    store.drop_before(needed - begin)
+
+
+def _first_needed(store: PagedStore, begin: int) -> int:
+    """Return the first token that a handle stands for, at most `begin`."""
+    return min([begin, *(handle.begin for handle in store.live_handles())])
+
+
+_leftovers = threading.Event()
+
+
+def expect_leftovers() -> None:
+    """Note that a graph was compiled: handles of its examples may be garbage for a long time."""
+    _leftovers.set()
 
 
 def lend(k: KVTensor, v: KVTensor) -> PagedStore:
@@ -65,9 +100,10 @@ def lend(k: KVTensor, v: KVTensor) -> PagedStore:
     is_static = store.capacity is not None
     if is_static and store.claimed:
         raise CacheInUseError(_IN_USE)
-    if store.claimed or not (is_static or k.length == store.k_len == store.v_len):
-        store = store.fork()
-        store.truncate(k.length)
+    if store.claimed or not (is_static or (not k.first and k.end == store.k_len == store.v_len)):
+        end, store = k.end, store.fork()
+        store.truncate(end)
+        store.look_from(k.begin)
     return store
 
 
@@ -76,7 +112,8 @@ def writable_store(past: KVTensor) -> PagedStore:
 
     One that a step of another thread is appending to or reading is forked.
     """
-    store, role, length = _store_of(past), past.role, past.length
+    store, role = _store_of(past), past.role
+    length = past.end
     is_in_use = store.claimed or store.readers > 0
     ends = [store.k_len, store.v_len] if role == "kv" else [store.role_length(role)]
     if all(end == length for end in ends) and not is_in_use:
@@ -91,6 +128,7 @@ def writable_store(past: KVTensor) -> PagedStore:
         return store
     # K and V come one after the other: V goes where K has just gone.
     fork = store.derive(("append", length), role, length, store.fork)
+    length += store.origin - fork.origin
     if fork.role_length(role) > length:
         fork.truncate(length, cut)
     return fork
@@ -108,7 +146,7 @@ def drop_cropped(budget: Budget) -> None:
             continue
         # Eager code that has appended K and not yet V has no handle of it yet.
         grows = store.capacity is None and store.k_len == store.v_len
-        reach = [handle.tokens for handle in store.live_handles()] if grows else []
+        reach = [handle.end for handle in store.live_handles()] if grows else []
         if reach and store.length > max(reach):
             with contextlib.suppress(CacheBudgetError):  # a cut page becomes a longer ring
                 store.truncate(max(reach))
@@ -129,7 +167,7 @@ def _claim_slowly(k: KVTensor, v: KVTensor) -> PagedStore:
             tell_stale_view()
         store.cells.clear()
         return store
-    length = k.length
+    length = k.end
     longer = max(store.k_len, store.v_len) > length
     if store.claimed or store.readers or (longer and _needed_beyond(store, length, (k, v))):
         # Another step is under way from the same past, or somebody needs the rest.
@@ -157,7 +195,8 @@ def _is_stored_otherwise(k: KVTensor, v: KVTensor) -> bool:
     store, other = _store_of(k), _store_of(v)
     swapped = k.role != "k" or v.role != "v"
     drifted = store is not other and not store.same_tokens(other)
-    return swapped or drifted or k.is_written or v.is_written
+    apart = k.first != v.first
+    return swapped or drifted or apart or k.is_written or v.is_written
 
 
 def _store_of(handle: KVTensor) -> PagedStore:
@@ -173,7 +212,7 @@ def _needed_beyond(
 ) -> bool:
     """Whether a live handle other than `users` stands for tokens from `length` on."""
     return any(
-        handle.tokens > length and (role in (None, handle.role) or handle.role == "kv")
+        handle.end > length and (role in (None, handle.role) or handle.role == "kv")
         for handle in store.live_handles()
         if not any(handle is user for user in users)
     )

@@ -131,7 +131,7 @@ def attend_launcher(kernel: Kernel[KernelSpec], mask_dtype: torch.dtype | None) 
             kv_heads,
             queries,
             kv_len,
-            scratch(batch, kv_heads, queries, kv_len),
+            scratch(batch, kv_heads, queries, kv_len + store.hidden),
             threads(),
             scale,
         )

@@ -12,7 +12,7 @@ import torch
 from kvcompile.runtime import launch
 from kvcompile.runtime.errors import StaleHandleError
 from kvcompile.runtime.notices import tell_materialized
-from kvcompile.runtime.registry import Role, anchor_for, register
+from kvcompile.runtime.registry import ROLES, Role, anchor_for, register
 
 if TYPE_CHECKING:
     from kvcompile.runtime.handle import KVTensor
@@ -33,7 +33,9 @@ class Materializations(Counter[str]):
             tell_materialized(operator)
 
 
-def dense_of(store: PagedStore, role: Role, length: int | None) -> torch.Tensor:
+def dense_of(
+    store: PagedStore, role: Role, length: int | None, begin: int | None = None
+) -> torch.Tensor:
     """Return the dense tensor of one role; see `PagedStore.materialize`."""
     stored = store.role_length(role)
     cell = store.cells.get(role)
@@ -41,16 +43,19 @@ def dense_of(store: PagedStore, role: Role, length: int | None) -> torch.Tensor:
         return cell.dense.clone()
     if role == "kv":
         assert store.fused is not None
-        return store.fused.join(dense_of(store, "k", length), dense_of(store, "v", length))
+        parts = (dense_of(store, half, length, begin) for half in ROLES)
+        return store.fused.join(*parts)
     if store.capacity is None:
-        wanted = stored if length is None else length
-        if wanted > stored:
+        first = 0 if begin is None else begin - store.origin
+        wanted = stored - first if length is None else length
+        if first + wanted > stored:
             raise StaleHandleError(
-                f"{wanted} tokens of {role.upper()} were asked for, but only {stored} are "
+                f"{wanted} tokens of {role.upper()} were asked for, but only {stored - first} are "
                 "stored: the cache was truncated in the meantime; take a new handle from it"
             )
         if wanted:
-            return store.heads_first(launch.gather(store, role, 0, wanted)).contiguous()
+            dense = launch.gather(store, role, first, first + wanted)
+            return store.heads_first(dense).contiguous()
         return torch.empty(store.shape(role, 0), dtype=store.dtype, device=store.device)
     dense = torch.zeros(store.shape(role, stored), dtype=store.dtype, device=store.device)
     if stored:
@@ -67,8 +72,12 @@ class DenseCell:
 
     Attributes:
         role: K or V.
-        anchor: int64[1], names this cell to graphs of other compilers.
+        key: Registry key, names this cell to graphs of other compilers.
+        anchor: int64[1], the same.
+        begin: The first token of the dense tensor.
     """
+
+    begin: int = 0
 
     def __init__(self, store: PagedStore, role: Role) -> None:
         self._store = weakref.ref(store)
@@ -76,7 +85,8 @@ class DenseCell:
         self._keep_alive = store if store.capacity is None else None
         self.role: Role = role
         self._dense: torch.Tensor | None = None
-        self.anchor = anchor_for(register(self), role)
+        self.key = register(self)
+        self.anchor = anchor_for(self.key, role)
         self._version = 0
         self._written = False
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
@@ -135,36 +145,50 @@ class DenseCell:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def turn_dense(self, operator: str) -> None:
-        """Keep a dense tensor from now on, as long as the longest handle that is alive."""
+        """Keep a dense tensor from now on, of all tokens that a living handle stands for."""
         # An inference tensor has no version counter, which is how writes are noticed.
         with torch.inference_mode(mode=False):
             self.store.materializations[operator] += 1
-            dense = dense_of(self.store, self.role, self.longest())
-            self.fill(dense.clone() if dense.is_inference() else dense)
+            begin, end = self.reach()
+            dense = dense_of(self.store, self.role, end - begin, begin)
+            self.fill(dense.clone() if dense.is_inference() else dense, begin)
 
-    def fill(self, dense: torch.Tensor) -> None:
+    def fill(self, dense: torch.Tensor, begin: int = 0) -> None:
         """Keep a dense tensor from now on; it must not be an inference tensor."""
+        self.begin = begin
         self._dense = dense
         self._version = dense._version
 
-    def longest(self) -> int:
-        """Return the most tokens that a live handle of this memory has."""
-        handles = (h.tokens for h in self.store.live_handles() if h.present_cell() is self)
-        return max(handles, default=0)
+    def reach(self) -> tuple[int, int]:
+        """Return the first token that a live handle of this memory has, and that behind the last.
 
-    def materialize(self, role: Role, length: int, operator: str) -> torch.Tensor:
-        """Return a copy of the first `length` tokens."""
+        Of a static store all handles are the whole buffer.
+        """
+        handles = [h for h in self.store.live_handles() if h.present_cell() is self]
+        first = min((h.begin for h in handles), default=0)
+        return first, max((h.begin + h.tokens for h in handles), default=first)
+
+    def materialize(
+        self, role: Role, length: int, operator: str, begin: int | None = None
+    ) -> torch.Tensor:
+        """Return a copy of `length` tokens from `begin` on."""
         if self.dense is None:
-            return self.store.materialize(role, length, operator)
+            return self.store.materialize(role, length, operator, begin)
         self.store.materializations.add(operator)
-        return self.first(length).clone()
+        return self.part(begin or 0, length).clone()
 
-    def first(self, length: int) -> torch.Tensor:
-        """Return the first `length` tokens of the dense tensor."""
+    def part(self, begin: int, length: int) -> torch.Tensor:
+        """Return `length` tokens of the dense tensor from `begin` on."""
         dense = self.dense
         assert dense is not None
         time = self.token_dim_of(self.role)
-        return dense if dense.shape[time] == length else dense.narrow(time, 0, length)
+        if dense.shape[time] == length:
+            return dense
+        return dense.narrow(time, begin - self.first_token(), length)
+
+    def first_token(self) -> int:
+        """Return the first token of the dense tensor."""
+        return self.begin
 
     def token_dim_of(self, role: Role) -> int:
         """Return the dimension of the dense tensor that counts tokens."""
@@ -226,6 +250,10 @@ class RowsCell(DenseCell):
     def watch(self, handle: torch.Tensor) -> None:
         """Note that the dispatcher makes a view of the dense tensor for `handle`."""
         self._whole.watch(handle)
+
+    def first_token(self) -> int:
+        """Return the first token of the dense tensor of the whole."""
+        return self._whole.first_token()
 
     def turn_dense(self, operator: str) -> None:
         """Turn the whole into a dense tensor."""

@@ -26,7 +26,7 @@ class Derived:
         Args:
             what: Names what is made, and what it is made of at this time.
             role: The role that asks.
-            at_least: Tokens of the role that must be in it.
+            at_least: Tokens of the role that must be in it, counted from the first ever stored.
             make: Makes the store.
         """
         if what in self._made:
@@ -34,7 +34,8 @@ class Derived:
             store = ref()
             is_given = bool(roles & {*role})  # "kv" asks for K and for V
             # One that was given to the other role may have been cut short since then.
-            if store is not None and not is_given and store.role_length(role) >= at_least:
+            is_whole = store is not None and store.origin + store.role_length(role) >= at_least
+            if store is not None and is_whole and not is_given:
                 roles.update(role)
                 return store
         store = make()

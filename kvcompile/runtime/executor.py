@@ -21,7 +21,15 @@ from kvcompile.runtime.adopted import Moves
 from kvcompile.runtime.arena import Arena
 from kvcompile.runtime.as_written import INPUT, dense_input
 from kvcompile.runtime.budget import Budget
-from kvcompile.runtime.claim import append_dense, claim, drop_cropped, filled, lend
+from kvcompile.runtime.claim import (
+    append_dense,
+    claim,
+    drop_cropped,
+    expect_leftovers,
+    filled,
+    lend,
+    show_from,
+)
 from kvcompile.runtime.counters import Counters
 from kvcompile.runtime.gpu_steps import gpu_steps_of
 from kvcompile.runtime.handle import KVTensor
@@ -75,6 +83,7 @@ class Executor:
             per_token = sum(plan.page_bytes / plan.layout.page_size for plan in self._plans)
             budget.token_bytes = max(budget.token_bytes, per_token)
         self._dense_inputs = _handles_that_stay(program)
+        expect_leftovers()
         self._counters = Counters(program, binding.kept_inputs)
         self.gpu_steps = gpu_steps_of(program, inner, records=records)
 
@@ -156,11 +165,12 @@ class Executor:
             for store in self._appended(stores):
                 store.commit(store.appended)
         for state, store in zip(self._states, stores, strict=True):
+            begin = _first_handed_on(state, store, args)
             # One handle each: an output may be a copy of another one, and is written on its own.
             for position in state.k_outputs:
-                outputs[position] = KVTensor.of(store, "k")
+                outputs[position] = KVTensor.of(store, "k", begin=begin)
             for position in state.v_outputs:
-                outputs[position] = KVTensor.of(store, "v")
+                outputs[position] = KVTensor.of(store, "v", begin=begin)
         return tuple(outputs)
 
     def _store(
@@ -183,7 +193,13 @@ class Executor:
                 if _can_be_lent(state.token_dim, k, v):
                     return lend(k, v)
             elif _is_of(kind, k.store) and (v.store is k.store or _is_of(kind, v.store)):
-                return self._within_budget(claim(k, v), (k, v), plan, shared)
+                store = self._within_budget(claim(k, v), (k, v), plan, shared)
+                if store.capacity is not None:
+                    return store
+                if store.hidden and not k.tokens:
+                    return store.empty_like()  # what is out of sight is no past
+                _show(store, state.past_seen, k)
+                return store
         store = self._new_store(state, plan, args, shared)
         is_static = state.capacity is not None
         if is_static:
@@ -243,6 +259,23 @@ class Executor:
             )
         store.compute = plan.compute
         return store
+
+
+def _show(store: PagedStore, past_seen: int | None, past: KVTensor) -> None:
+    """Let column 0 be the first token that the attention of a step sees."""
+    seen = past.tokens if past_seen is None else past_seen
+    begin = store.origin + store.k_len - seen
+    if begin != store.origin:
+        show_from(store, begin)
+
+
+def _first_handed_on(state: StateBinding, store: PagedStore, args: Sequence[Any]) -> int:
+    """Return the first token of the states that a graph returns."""
+    if state.kept is not None:
+        return store.origin + max(store.k_len - state.kept, 0)
+    if state.past_seen is None or state.k_input is None:
+        return store.origin
+    return store.origin + state.past_seen - int(args[state.k_input].shape[state.token_dim])
 
 
 def _arena_users(plans: Sequence[StreamPlan]) -> Counter[tuple[int, torch.device]]:

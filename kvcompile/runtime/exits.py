@@ -73,8 +73,8 @@ class PythonExits(torch.Tensor):
         """Return the dense tensor that is the handle's storage from now on."""
         raise NotImplementedError
 
-    def alias(self, length: int | None = None) -> torch.Tensor:
-        """Return a fresh handle of the same memory, cropped to `length` tokens."""
+    def alias(self, tokens: range | None = None) -> torch.Tensor:
+        """Return a fresh handle of the same memory, or of some consecutive tokens of it."""
         raise NotImplementedError
 
     @property
@@ -82,8 +82,8 @@ class PythonExits(torch.Tensor):
         """Whether only its dense tensor is right."""
         raise NotImplementedError
 
-    def rows(self, rows: range, length: int | None = None) -> torch.Tensor:
-        """Return a fresh handle of some rows of the same memory, cropped to `length` tokens."""
+    def rows(self, rows: range, tokens: range | None = None) -> torch.Tensor:
+        """Return a fresh handle of some rows, and some consecutive tokens, of the same memory."""
         raise NotImplementedError
 
     def repeated(self, count: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ class PythonExits(torch.Tensor):
         if self.store is None:
             return super().__getitem__(index)
         if self.store.capacity is None:
-            part = _rows_and_length(index, self.shape, self.batch_dim, self.token_dim)
+            part = _rows_and_tokens(index, self.shape, self.batch_dim, self.token_dim)
             if part is not None:
                 return self.rows(*part)
         if isinstance(index, (torch.Tensor, list)) or _has_tensor(index):
@@ -120,8 +120,8 @@ class PythonExits(torch.Tensor):
         if self.store.capacity is None:
             first = int(start) + (self.shape[dim] if start < 0 else 0)
             fits = 0 <= first <= first + length <= self.shape[dim]
-            if fits and self.from_front(dim) == self.token_dim and first == 0:
-                return self.alias(length)
+            if fits and self.from_front(dim) == self.token_dim:
+                return self.alias(range(first, first + length))
             if fits and self.from_front(dim) == self.batch_dim and length:
                 return self.rows(range(first, first + length))
             if fits and self.from_front(dim) == self.parts_dim:
@@ -131,7 +131,7 @@ class PythonExits(torch.Tensor):
         return self.turn_dense("narrow").narrow(dim, start, length)
 
     def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[torch.Tensor, ...]:
-        """Return consecutive pieces; rows, and a piece from token 0 on, stay handles."""
+        """Return consecutive pieces; those of rows and of tokens stay handles."""
         if self.store is None:
             return super().split(split_size, dim)  # type: ignore[no-untyped-call, no-any-return]
         if isinstance(split_size, int):
@@ -300,10 +300,10 @@ def _has_tensor(index: Any) -> bool:
     return isinstance(index, tuple) and any(isinstance(i, (torch.Tensor, list)) for i in index)
 
 
-def _rows_and_length(
+def _rows_and_tokens(
     index: Any, shape: torch.Size, batch_dim: int, token_dim: int
-) -> tuple[range, int] | None:
-    """Return which rows `index` selects, and how many first tokens of them, if it does only that.
+) -> tuple[range, range] | None:
+    """Return which rows `index` selects, and which consecutive tokens, if it does only that.
 
     Args:
         index: What stands between the brackets.
@@ -330,6 +330,6 @@ def _rows_and_length(
     )
     tokens = parts[token_dim]
     # No token or no row at all is nothing to keep in pages, but a crop to nothing is a crop.
-    if not whole or not parts[batch_dim] or tokens != range(len(tokens)):
+    if not whole or not parts[batch_dim] or tokens.step != 1:
         return None
-    return parts[batch_dim], len(tokens)
+    return parts[batch_dim], tokens

@@ -46,7 +46,8 @@ def _apart(state: FusedState, past: torch.Tensor) -> tuple[torch.Tensor, torch.T
     if isinstance(past, KVTensor):
         store = past.store
         if store is not None and _lies_as_in(state, past) and not past.is_written:
-            return KVTensor.of(store, "k", past.length), KVTensor.of(store, "v", past.length)
+            where = past.length, past.begin
+            return KVTensor.of(store, "k", *where), KVTensor.of(store, "v", *where)
         dense = past.read(INPUT)
     k = state.layout.part(dense, True, state.k_size)
     v = state.layout.part(dense, False, state.v_size)
@@ -67,5 +68,5 @@ def _joined(state: FusedState, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
         store = k.store
         assert store is not None
         store.fuse(state.layout)
-        return KVTensor.of(store, "kv", k.length)
+        return KVTensor.of(store, "kv", k.length, k.begin)
     return state.layout.join(k, v)

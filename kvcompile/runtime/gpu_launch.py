@@ -146,7 +146,9 @@ def attend_launcher(
         q = q if q.stride(3) == 1 else q.contiguous()
         rows = group * queries
         blocks = -(-rows // shape.block_rows)
-        splits = _splits(store, spec, blocks, store.device_tables.most_tokens(kv_len))
+        splits = _splits(
+            store, spec, blocks, store.device_tables.most_tokens(kv_len + store.hidden)
+        )
         if override.splits is not None:
             splits = max(override.splits, 2 if spec.is_grouped else 1)
         partial = torch.empty(

@@ -1,6 +1,6 @@
 """Handles: tensors that look like the dense K or V of a layer and keep their data in a store.
 
-A handle of a store that grows is a value: its first tokens, whatever the store does
+A handle of a store that grows is a value: some consecutive tokens, whatever the store does
 later. A handle of a static store is a buffer: it shows what the store holds now.
 """
 
@@ -17,7 +17,7 @@ from kvcompile.runtime.errors import HandleWriteError, StaleHandleError
 from kvcompile.runtime.exits import PythonExits
 from kvcompile.runtime.notices import tell_turned_dense
 from kvcompile.runtime.ops import materialize
-from kvcompile.runtime.registry import Role, find, read_anchor
+from kvcompile.runtime.registry import Role, anchor_for, find, read_anchor
 from kvcompile.runtime.store import PagedStore
 
 if TYPE_CHECKING:
@@ -30,12 +30,14 @@ class KVTensor(PythonExits):
     Attributes:
         store: Where the data is; None under fake tensors.
         role: "k", "v", or "kv" for a tensor of both.
+        begin: Its first token, counted from the first one that the store ever held.
         anchor: int64[1], all that a compiler sees of the handle.
         cell: Shared with the handles that alias this one; None as long as there is none.
     """
 
     store: PagedStore | None
     role: Role
+    begin: int
     anchor: torch.Tensor
     cell: DenseCell | None = None
     _dynamo_weak_dynamic_indices: set[int]
@@ -45,24 +47,36 @@ class KVTensor(PythonExits):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def of(cls, store: PagedStore, role: Role, length: int | None = None) -> KVTensor:
-        """Return a handle of the first `length` tokens of a store (default: all of the role).
+    def of(
+        cls, store: PagedStore, role: Role, length: int | None = None, begin: int | None = None
+    ) -> KVTensor:
+        """Return a handle of tokens of a store, by default of all that it shows of a role.
 
-        For a static store the length is ignored: the handle is the whole buffer.
+        For a static store the handle is the whole buffer, whatever the tokens are.
+
+        Args:
+            store: The store.
+            role: K, V or both.
+            length: Tokens from `begin` on.
+            begin: The first token, counted from the first one ever stored; by default the one in
+                column 0.
         """
         if torch.is_inference_mode_enabled():
             # An inference tensor cannot be detached there, nor used in a later graph.
             with torch.inference_mode(mode=False):
-                return cls.of(store, role, length)
+                return cls.of(store, role, length, begin)
+        if begin is None:
+            begin = store.origin
         if length is None:
-            length = store.role_length(role)
+            length = store.role_length(role) + store.origin - begin
         shape = store.shape(role, length)
         handle: KVTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=store.dtype, device=store.device
         )
         # C++ code that reads the address gets an error instead of a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(handle)
-        handle.store, handle.role, handle.anchor = store, role, store.anchors[role]
+        handle.store, handle.role, handle.begin = store, role, begin
+        handle.anchor = anchor_for(store.key, role, begin) if begin else store.anchors[role]
         if store.capacity is None:
             # What torch._dynamo.maybe_mark_dynamic(handle, token_dim) sets, without its walk over
             # the inner tensors: sixty handles are made per decoding step.
@@ -89,7 +103,7 @@ class KVTensor(PythonExits):
         handle: KVTensor = torch.Tensor._make_wrapper_subclass(
             KVTensor, size, strides=stride, dtype=context[0], device=context[1]
         )
-        handle.store, handle.role, handle.anchor = None, "k", anchor
+        handle.store, handle.role, handle.begin, handle.anchor = None, "k", 0, anchor
         return handle
 
     def _stable_hash_for_caching(self) -> str:
@@ -131,7 +145,7 @@ class KVTensor(PythonExits):
             key = ("forked KV store", self.store.key)
             if key not in memo:
                 memo[key] = self.store.fork()
-            copy = KVTensor.of(memo[key], self.role, self.length)
+            copy = KVTensor.of(memo[key], self.role, self.length, self.begin)
         memo[id(self)] = copy
         return copy
 
@@ -154,6 +168,17 @@ class KVTensor(PythonExits):
         return self.tokens if self.store.capacity is None else self.store.role_length(self.role)
 
     @property
+    def first(self) -> int:
+        """The column of the store that its first token is in; below 0 if it is out of sight."""
+        assert self.store is not None
+        return self.begin - self.store.origin
+
+    @property
+    def end(self) -> int:
+        """The column of the store behind its last token."""
+        return self.length + self.first
+
+    @property
     def is_written(self) -> bool:
         """Whether it was written without the store's knowledge: only its dense tensor is right."""
         cell = self.present_cell()
@@ -174,7 +199,7 @@ class KVTensor(PythonExits):
             return materialize(self.anchor, self.shape, self.dtype, self.device)
         dense = self._present_dense()
         if dense is None:
-            return self.store.materialize(self.role, self.tokens, operator)
+            return self.store.materialize(self.role, self.tokens, operator, self.begin)
         self.store.materializations.add(operator)
         return dense
 
@@ -221,28 +246,34 @@ class KVTensor(PythonExits):
             if self.store.capacity is not None:
                 self.store.cells[self.role] = cell
         if self.store.capacity is None and self.cell is None:
-            self.cell, self.anchor = cell, cell.anchor
+            self._show(cell)
         return cell
 
-    def alias(self, length: int | None = None) -> KVTensor:
-        """Return a fresh handle of the same memory, cropped to `length` tokens."""
+    def _show(self, cell: DenseCell) -> None:
+        """Be a handle of the memory of a cell."""
+        self.cell = cell
+        self.anchor = anchor_for(cell.key, self.role, self.begin) if self.begin else cell.anchor
+
+    def alias(self, tokens: range | None = None) -> KVTensor:
+        """Return a fresh handle of the same memory, or of some consecutive tokens of it."""
         assert self.store is not None
         cell = None if self.store.capacity is not None else self.shared_cell()
-        handle = KVTensor.of(self.store, self.role, self.tokens if length is None else length)
+        part = range(self.tokens) if tokens is None else tokens
+        handle = KVTensor.of(self.store, self.role, len(part), self.begin + part.start)
         if cell is not None:
-            handle.cell, handle.anchor = cell, cell.anchor
+            handle._show(cell)
         return handle
 
-    def rows(self, rows: range, length: int | None = None) -> KVTensor:
-        """Return a fresh handle of some rows of the same memory, cropped to `length` tokens.
+    def rows(self, rows: range, tokens: range | None = None) -> KVTensor:
+        """Return a fresh handle of some rows, and some consecutive tokens, of the same memory.
 
         It shares pages until somebody writes to the rows or to the whole; see `RowsCell`.
         """
         if rows == range(self.shape[0]):
-            return self.alias(length)
+            return self.alias(tokens)
         batch = self.batch_dim
         chosen = (*[slice(None)] * batch, slice(rows.start, rows.stop, rows.step))
-        return self._part(list(rows), lambda whole: whole[chosen], length)
+        return self._part(list(rows), lambda whole: whole[chosen], tokens)
 
     def repeated(self, count: int) -> KVTensor:
         """Return a fresh handle that shows its only row `count` times."""
@@ -253,28 +284,26 @@ class KVTensor(PythonExits):
         """Return K or V of a tensor of both, as a handle that is a view of it."""
         store = self.store
         assert store is not None
-        handle = KVTensor.of(store, role, self.length)
+        handle = KVTensor.of(store, role, self.length, self.begin)
         at = 0 if role == "k" else 1
-        handle.cell = RowsCell(store, role, self, lambda whole: store.parts_of(whole)[at])
-        handle.anchor = handle.cell.anchor
+        handle._show(RowsCell(store, role, self, lambda whole: store.parts_of(whole)[at]))
         return handle
 
     def _part(
         self,
         rows: list[int],
         view: Callable[[torch.Tensor], torch.Tensor],
-        length: int | None = None,
+        tokens: range | None = None,
     ) -> KVTensor:
         store = self.store
         assert store is not None
         assert store.capacity is None
         chosen = store.derive(
-            ("slice", *rows), self.role, self.length, lambda: store.select_rows(rows)
+            ("slice", *rows), self.role, self.end, lambda: store.select_rows(rows)
         )
-        base = self if length is None else self.alias(length)
-        handle = KVTensor.of(chosen, self.role, base.length)
-        handle.cell = RowsCell(chosen, self.role, base, view)
-        handle.anchor = handle.cell.anchor
+        base = self if tokens is None else self.alias(tokens)
+        handle = KVTensor.of(chosen, self.role, base.length, base.begin)
+        handle._show(RowsCell(chosen, self.role, base, view))
         return handle
 
     def rebind(self, store: PagedStore, role: Role | None = None) -> None:
@@ -293,15 +322,15 @@ class KVTensor(PythonExits):
         cell = self.present_cell()
         if cell is None or cell.dense is None:
             return None
-        return cell.first(self.tokens)
+        return cell.part(self.begin, self.tokens)
 
 
 def _from_anchor(anchor: torch.Tensor, size: Sequence[int]) -> KVTensor:
-    key, role = read_anchor(int(anchor.item()))
+    key, role, begin = read_anchor(int(anchor.item()))
     source = find(key)
     store = source.store if isinstance(source, DenseCell) else source
     assert isinstance(store, PagedStore)
-    handle = KVTensor.of(store, role, size[store.token_dim_of(role)])
+    handle = KVTensor.of(store, role, size[store.token_dim_of(role)], begin)
     if isinstance(source, DenseCell) and store.capacity is None:
         handle.cell, handle.anchor = source, anchor
     return handle

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from kvcompile.passes.ir.remarks import Remark, emit
-from kvcompile.runtime.claim import writable_store
+from kvcompile.runtime.claim import show_from, writable_store
 from kvcompile.runtime.errors import CacheFileError, HandleWriteError
 from kvcompile.runtime.exits import is_handle
 from kvcompile.runtime.joining import on_device
@@ -102,9 +102,9 @@ def _slice(
     part = range(handle.shape[dim])[slice(start, end, step)]
     if handle.from_front(dim) == handle.batch_dim and part:
         return handle.rows(part)
-    if handle.from_front(dim) != handle.token_dim or part != range(len(part)):
+    if handle.from_front(dim) != handle.token_dim or part.step != 1:
         return NotImplemented
-    return handle.alias(len(part))
+    return handle.alias(part)
 
 
 def _split(handle: KVTensor, size: Any, dim: int = 0) -> Any:
@@ -133,7 +133,7 @@ def _clone(handle: KVTensor, *, memory_format: torch.memory_format | None = None
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         return NotImplemented
     if store.capacity is None:
-        return handle.of(store, handle.role, handle.length)
+        return handle.of(store, handle.role, handle.length, handle.begin)
     return handle.of(store.derive("fork", handle.role, 0, store.fork), handle.role)
 
 
@@ -152,12 +152,12 @@ def moved_to(handle: KVTensor, device: torch.device) -> Any:
         return NotImplemented
     if device.type != "cpu" and device.index is None:
         device = torch.empty(0, device=device).device
-    length = handle.length if store.capacity is None else 0
+    length = handle.end if store.capacity is None else 0
     try:
         there = store.derive(("to", device), handle.role, length, lambda: on_device(store, device))
     except CacheFileError:
         return NotImplemented
-    return handle.of(there, handle.role, handle.length)
+    return handle.of(there, handle.role, handle.length, handle.begin)
 
 
 def _zero_(handle: KVTensor) -> Any:
@@ -194,13 +194,14 @@ def _append_eagerly(past: KVTensor, new: torch.Tensor) -> Any:
     fits = new.ndim == len(past.shape) and rest == [n for d, n in enumerate(new.shape) if d != time]
     if not fits or new.dtype != past.dtype or new.device != past.device or new.requires_grad:
         return NotImplemented
-    length, end = past.length, past.length + new.shape[time]
     target = writable_store(past)
+    show_from(target, past.begin)
+    length, new_len = past.length, new.shape[time]
     new = new.detach()
     both = store.parts_of(new) if past.role == "kv" else (new, new)
     k, v = (store.heads_first(part) for part in both)
     target.append(None if past.role == "v" else k, None if past.role == "k" else v, length)
-    target.commit(end, past.role)
+    target.commit(length + new_len, past.role)
     emit(
         Remark(
             kind="note",
@@ -214,7 +215,7 @@ def _append_eagerly(past: KVTensor, new: torch.Tensor) -> Any:
         ),
         once="eager-append",
     )
-    return past.of(target, past.role, end)
+    return past.of(target, past.role, length + new_len, past.begin)
 
 
 NATIVE: dict[OpOverload, Callable[..., Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -21,7 +22,26 @@ from kvcompile.runtime.store_image import (
     restore,
 )
 
-Part = PagedStore | torch.Tensor
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows in pages.
+
+    Attributes:
+        store: The store.
+        begin: Their first token, counted from the first one ever stored.
+    """
+
+    store: PagedStore
+    begin: int
+
+    @property
+    def first(self) -> int:
+        """The column of their first token."""
+        return self.begin - self.store.origin
+
+
+Part = Rows | torch.Tensor
 """Rows in pages, or dense rows [B, K, T, D]."""
 
 
@@ -39,14 +59,14 @@ def join(parts: Sequence[Part], role: Role, length: int) -> PagedStore | None:
     Returns:
         None if the parts cannot lie in one store.
     """
-    stores = [part for part in parts if isinstance(part, PagedStore)]
-    first, has_dense = stores[0], len(stores) < len(parts)
+    paged = [part for part in parts if isinstance(part, Rows)]
+    first, has_dense = paged[0].store, len(paged) < len(parts)
     if has_dense and first.capacity is not None:
         return None
-    if not all(_goes_with(store, first, length) for store in stores):
+    if not all(_goes_with(part, first, length) for part in paged):
         return None
     what = ("join", length, *map(_name, parts))
-    at_least = 0 if has_dense else length
+    at_least = 0 if has_dense else paged[0].first + length
     joined = first.derive(what, role, at_least, lambda: _joined(parts, first, role, length))
     if joined.role_length(role) < length:
         if joined.role_length(_other(role)) != length:  # somebody has gone on with it
@@ -119,10 +139,13 @@ def _twin(arena: Arena, device: torch.device, page_bytes: int) -> Arena:
 
 
 def _name(part: Part) -> tuple[object, ...]:
-    return (part.key, part.epoch) if isinstance(part, PagedStore) else ("dense", len(part))
+    if isinstance(part, torch.Tensor):
+        return ("dense", len(part))
+    return part.store.key, part.store.epoch, part.begin
 
 
-def _goes_with(store: PagedStore, first: PagedStore, length: int) -> bool:
+def _goes_with(part: Rows, first: PagedStore, length: int) -> bool:
+    store = part.store
     if (store.kind, store.capacity) != (first.kind, first.capacity):
         return False
     angles, expected = store.rotary_table, first.rotary_table
@@ -133,7 +156,11 @@ def _goes_with(store: PagedStore, first: PagedStore, length: int) -> bool:
         if not torch.equal(angles, expected):
             return False
     lengths = store.k_len, store.v_len
-    return min(lengths) >= length if first.capacity is None else lengths == _lengths(first)
+    return (
+        min(lengths) >= part.first + length
+        if first.capacity is None
+        else lengths == _lengths(first)
+    )
 
 
 def _other(role: Role) -> Half:
@@ -153,11 +180,8 @@ def _joined(parts: Sequence[Part], first: PagedStore, role: Role, length: int) -
             if length:
                 source.append(part if role == "k" else None, part if role == "v" else None, 0)
                 source.commit(length, role)
-        elif part.capacity is None and max(_lengths(part)) > length:
-            source = part.fork()
-            source.truncate(length)
         else:
-            source = part
+            source = _as_they_are(part, length)
         sources.append(moved(source, arenas))
     joined = sources[0].joined(sources[1:])
     if any(isinstance(part, torch.Tensor) for part in parts):
@@ -165,11 +189,22 @@ def _joined(parts: Sequence[Part], first: PagedStore, role: Role, length: int) -
     return joined
 
 
+def _as_they_are(part: Rows, length: int) -> PagedStore:
+    """Return a store of just these tokens, the first of them in column 0."""
+    store = part.store
+    if store.capacity is not None or (not part.first and max(_lengths(store)) <= length):
+        return store
+    fork = store.fork()
+    fork.truncate(part.first + length)
+    fork.look_from(part.begin)
+    return fork
+
+
 def _add_role(joined: PagedStore, parts: Sequence[Part], role: Role, length: int) -> None:
     """Store the dense rows of `role`; those of the other one are there, not quantized yet."""
     rows: list[tuple[PagedStore, int]] = []
     for part in parts:
-        batch = part.batch if isinstance(part, PagedStore) else len(part)
+        batch = part.store.batch if isinstance(part, Rows) else len(part)
         source = joined.select_rows(range(len(rows), len(rows) + batch))
         if isinstance(part, torch.Tensor):
             known = launch.gather(source, _other(role), 0, length)
@@ -177,5 +212,7 @@ def _add_role(joined: PagedStore, parts: Sequence[Part], role: Role, length: int
             source.append(*((part, known) if role == "k" else (known, part)), 0)
             source.commit(length)
         rows += [(source, i) for i in range(source.batch)]
-    joined.truncate(0)
+    origin = joined.origin
+    joined.clear()
+    joined.origin = origin
     joined.take_rows(rows, length, length)

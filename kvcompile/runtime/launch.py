@@ -53,6 +53,7 @@ class Store(Protocol):
     dtype: torch.dtype
     device: torch.device
     batch: int
+    hidden: int
     state: torch.Tensor
 
 
@@ -112,7 +113,7 @@ def attend(
     kv_len: int,
     rope: Rope | None = None,
 ) -> torch.Tensor:
-    """Return attention of q [B, H, S, Dk] over the first `kv_len` tokens, left padding excluded.
+    """Return attention of q [B, H, S, Dk] over the first `kv_len` columns, left padding excluded.
 
     Args:
         store: The store.
@@ -120,7 +121,7 @@ def attend(
         mask: Broadcasts to [B, H, S, at least kv_len]; bool (True is visible) or additive.
         causal: Query token s sees the tokens t <= s; only without a mask.
         scale: Factor of the scores.
-        kv_len: Tokens to look at, left padding included.
+        kv_len: Columns to look at, left padding included.
         rope: What q turns by on its way in, if it comes unrotated.
 
     Returns:
@@ -142,7 +143,8 @@ def attend(
     _, heads, queries, _ = q.shape
     group = heads // store.num_kv_heads
     kind = _kind_of(queries)
-    key = (store.layout.symbol, q.dtype, group, rule, kind, store.compute, turns)
+    slides = store.hidden > 0
+    key = (store.layout.symbol, q.dtype, group, rule, kind, store.compute, turns, slides)
     launcher = _attends.get(key)
     if launcher is None:
         launcher = _attends[key] = _new_attend(store, q, mask, rope, causal=causal)
@@ -302,6 +304,7 @@ def _new_attend(
         "mask_dtype": None if mask_dtype is None else DTYPE_NAMES[mask_dtype],
         "queries": _kind_of(q.shape[2]),
         "compute": store.compute,
+        "slides": store.hidden > 0,
     }
     spec = _spec(store.layout, q.dtype, "attend", rope, fields)
     made = _made(

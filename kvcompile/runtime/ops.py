@@ -237,9 +237,10 @@ def _materialize(
     anchor: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return the dense tensor of the given sizes that an anchor stands for."""
-    key, role = read_anchor(ctypes.c_int64.from_address(anchor.data_ptr()).value)
+    key, role, begin = read_anchor(ctypes.c_int64.from_address(anchor.data_ptr()).value)
     source = find(key)
-    return source.materialize(role, sizes[source.token_dim_of(role)], "kvcompile.materialize")
+    length = sizes[source.token_dim_of(role)]
+    return source.materialize(role, length, "kvcompile.materialize", begin)
 
 
 # State and anchor lie in main memory, wherever the pages are.

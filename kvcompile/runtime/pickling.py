@@ -86,24 +86,26 @@ def rebuild_store(
         return restore(image, places, ids, rotary_table)
 
 
-def rebuild_handle(store: object, role: Role, tokens: int) -> KVTensor:
-    """Return a saved handle.
+def rebuild_handle(store: object, role: Role, tokens: int, first: int = 0) -> KVTensor:
+    """Return a saved handle of `tokens` tokens from column `first` of its store on.
 
     Raises:
         CacheFileError: Its store does not hold its tokens.
     """
     if not isinstance(store, PagedStore) or role not in store.anchors:
         raise CacheFileError("a saved KV handle names no store; the file is damaged or foreign")
-    if store.capacity is None and not 0 <= tokens <= store.role_length(role):
-        raise CacheFileError(
-            f"a saved KV handle has {tokens} tokens and its store {store.role_length(role)}"
-        )
-    return KVTensor.of(store, role, tokens)
+    stored = range(-store.hidden, store.role_length(role))
+    wanted = range(first, first + tokens)
+    if store.capacity is None and not (
+        tokens >= 0 and stored.start <= wanted.start and wanted.stop <= stored.stop
+    ):
+        raise CacheFileError(f"a saved KV handle has tokens in {wanted} and its store in {stored}")
+    return KVTensor.of(store, role, tokens, store.origin + first)
 
 
 def reduce_handle(handle: KVTensor) -> tuple[Any, ...]:
     """Return how to make a handle again that was not written."""
-    return rebuild_handle, (handle.store, handle.role, handle.tokens)
+    return rebuild_handle, (handle.store, handle.role, handle.tokens, handle.first)
 
 
 def _reduce_store(store: PagedStore) -> tuple[Any, ...]:

@@ -105,10 +105,8 @@ class QuantizedStore(PagedStore):
         self._seen_by_chunk: tuple[torch.Tensor, torch.Tensor] | None = None
         self._quantizes_at_commit = False
 
-    @property
-    def keeps_later_tokens(self) -> bool:
-        """Writing at a position drops the tokens behind it, in a static buffer too."""
-        return False
+    keeps_later_tokens = False
+    """Writing at a position drops the tokens behind it, in a static buffer too."""
 
     def append(
         self, k: New, v: New, past_len: int, *, attends: bool = False, rope: Rope | None = None
@@ -236,7 +234,7 @@ class QuantizedStore(PagedStore):
             have, need = len(self.exact.rows[b]), window.exact_pages(stored, ring_from, size)
             ring_entry = window.sink_pages + (full - ring_from) * size // TILE
             skipped = max(min(ring_entry, need) - max(have, window.sink_pages), 0)
-            first = self._entry_of(max(past_len - start, 0), ring_from)
+            first = window.exact_page_of(max(past_len - start, 0), ring_from, size)
             shared += [(b, n) for n in range(first, have) if self.exact.is_shared(b, n)]
             holes.append(skipped)
             missing_exact.append(max(need - have, 0) - skipped)
@@ -249,14 +247,6 @@ class QuantizedStore(PagedStore):
             raise
         self.set_quantized(quantized, self._ring_from)
         self._set_writable()
-
-    def _entry_of(self, token: int, ring_from: int) -> int:
-        """Return the entry of the exact table that a token lies in, were it not quantized."""
-        window = self._window
-        if token < window.num_sink_tokens:
-            return token // TILE
-        ring = token - window.num_sink_tokens - ring_from * self.page_size
-        return window.sink_pages + max(ring, 0) // TILE
 
     def _set_writable(self) -> None:
         """Note how far tokens can be appended without a new page and without quantizing one."""
@@ -350,6 +340,17 @@ class QuantizedStore(PagedStore):
         tell_cut_inside_a_page()
         first = min(firsts)
         return first, launch.gather(self, "k", first, kept), launch.gather(self, "v", first, kept)
+
+    def _drop_front(self, column: int) -> list[int]:
+        counts = super()._drop_front(column)
+        numbers = zip(self._quantized, self._ring_from, counts, strict=True)
+        left = [(full - gone, ring_from - gone) for full, ring_from, gone in numbers]
+        self.set_quantized(*(list(column) for column in zip(*left, strict=True)))
+        return counts
+
+    def _front_pages(self, row: int, tokens: int) -> int:
+        pages = super()._front_pages(row, tokens - self._window.num_sink_tokens)
+        return min(pages, self._ring_from[row])  # sinks stay, out of sight
 
     def set_quantized(self, quantized: list[int], ring_from: list[int]) -> None:
         """Note the quantized pages of each row, and the page that its ring begins with."""

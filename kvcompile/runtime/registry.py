@@ -25,7 +25,9 @@ class Source(Protocol):
         """Return the dimension of the dense tensor of a role that counts tokens."""
         ...
 
-    def materialize(self, role: Role, length: int, operator: str) -> torch.Tensor:
+    def materialize(
+        self, role: Role, length: int, operator: str, begin: int | None = None
+    ) -> torch.Tensor:
         """Return the dense tensor of one role; count it under the operator's name."""
 
 
@@ -61,11 +63,16 @@ def living() -> list[Source]:
     return [source for ref in _sources.valuerefs() if (source := ref()) is not None]
 
 
-def anchor_for(key: int, role: Role) -> torch.Tensor:
-    """Return the anchor int64[1] that names one role of a source."""
-    return torch.tensor([4 * key + _NUMBERS.index(role)], dtype=torch.int64)
+_KEY_BITS = 36
 
 
-def read_anchor(value: int) -> tuple[int, Role]:
-    """Split an anchor's value into registry key and role."""
-    return value >> 2, _NUMBERS[value & 3]
+def anchor_for(key: int, role: Role, begin: int = 0) -> torch.Tensor:
+    """Return the anchor int64[1] that names one role of a source, from the token `begin` on."""
+    named = 4 * key + _NUMBERS.index(role)
+    return torch.tensor([begin << _KEY_BITS | named], dtype=torch.int64)
+
+
+def read_anchor(value: int) -> tuple[int, Role, int]:
+    """Split an anchor's value into registry key, role and first token."""
+    named = value & (1 << _KEY_BITS) - 1
+    return named >> 2, _NUMBERS[named & 3], value >> _KEY_BITS

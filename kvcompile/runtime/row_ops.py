@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcompile.runtime.exits import is_handle
-from kvcompile.runtime.joining import Part, join
+from kvcompile.runtime.joining import Part, Rows, join
 
 if TYPE_CHECKING:
     from kvcompile.runtime.handle import KVTensor
@@ -61,10 +61,8 @@ def _select_rows(handle: KVTensor, index: list[int]) -> Any:
     rows = [row + store.batch if row < 0 else row for row in index]
     if any(not 0 <= row < store.batch for row in rows):
         return NotImplemented  # the dense operator raises PyTorch's own error
-    chosen = store.derive(
-        ("rows", *rows), handle.role, handle.length, lambda: store.select_rows(rows)
-    )
-    return handle.of(chosen, handle.role, handle.length)
+    chosen = store.derive(("rows", *rows), handle.role, handle.end, lambda: store.select_rows(rows))
+    return handle.of(chosen, handle.role, handle.length, handle.begin)
 
 
 def join_rows(tensors: Sequence[torch.Tensor]) -> Any:
@@ -94,7 +92,7 @@ def join_rows(tensors: Sequence[torch.Tensor]) -> Any:
         elif tensor.store is None or tensor.is_written or not _show_the_same(tensor, first):
             return NotImplemented
         else:
-            parts.append(tensor.store)
+            parts.append(Rows(tensor.store, tensor.begin))
     joined = join(parts, role, first.length)
     return NotImplemented if joined is None else first.of(joined, role, first.length)
 

@@ -50,7 +50,11 @@ class PageRows:
         batch: B, number of rows.
         capacity: The most tokens of a row, or None.
         state: int64[16], what kernels get.
-        starts: int32[B], virtual left-padding tokens of each row.
+        starts: int32[B], the column of each row's first stored token: virtual left-padding tokens,
+            which own no page, or, below 0, how many stored tokens lie before column 0.
+        origin: The token in column 0, counted from the first one ever stored. A sliding window
+            moves it on; tokens before it are out of sight, and whole pages of them are given back.
+        hidden: The most stored tokens that a row has before column 0.
         rotary_table: The angles that K turns by, if its turning mean is kept; rows that are read
             with other angles are not the same tokens.
     """
@@ -65,6 +69,8 @@ class PageRows:
         self.capacity = capacity
         self.starts = torch.zeros(batch, dtype=torch.int32)
         self._starts = [0] * batch
+        self.origin = 0
+        self.hidden = 0
         self._padded = False
         self._padding: torch.Tensor | None = None
         # Tokens up to here can be written without looking at a page; 0 if a page may be shared.
@@ -101,7 +107,7 @@ class PageRows:
         return self._padding
 
     def start_list(self) -> list[int]:
-        """Return the virtual left-padding tokens of each row."""
+        """Return the column of the first stored token of each row; see `starts`."""
         return list(self._starts)
 
     def _holdings(self, kept: int) -> list[Holding]:
@@ -169,5 +175,6 @@ class PageRows:
     def _write_starts(self, starts: list[int]) -> None:
         self._starts = starts
         self._padding = None
-        self._padded = any(starts)
+        self._padded = any(start > 0 for start in starts)
+        self.hidden = max(0, -min(starts, default=0))
         (ctypes.c_int32 * self.batch).from_address(self.starts.data_ptr())[:] = [*starts]

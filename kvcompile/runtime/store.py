@@ -1,7 +1,8 @@
 """The page store: K and V of one layer in pages, one block-table row per sequence.
 
-Letters: B batch, K KV heads, S new tokens, D head dim, P page size. Lengths are Python integers
-and count virtual left-padding tokens, which own no page: token t of row b lives at index
+Letters: B batch, K KV heads, S new tokens, D head dim, P page size. Lengths are Python integers.
+They count columns: virtual left-padding tokens, which own no page, are among them, and tokens that
+a sliding window has left behind are not. The token in column t of row b lives at index
 `t - starts[b]` of that row. A store is not thread-safe; its arena is.
 """
 
@@ -19,8 +20,9 @@ from kvcompile.runtime.derived import Derived
 from kvcompile.runtime.device_tables import CountName, DeviceTables, Tables
 from kvcompile.runtime.errors import CacheFullError, CacheGapError
 from kvcompile.runtime.registry import ROLES, Role, anchor_for, register
-from kvcompile.runtime.rows import Holding, PageRows
+from kvcompile.runtime.rows import Holding
 from kvcompile.runtime.shapes import DenseShapes
+from kvcompile.runtime.sliding import SlidingRows
 from kvcompile.runtime.store_bytes import StoreBytes
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def store_kind(
 New = torch.Tensor | None  # tokens of K or V, [B, K, S, D]; None leaves the role alone
 
 
-class PagedStore(DenseShapes, PageRows):
+class PagedStore(DenseShapes, SlidingRows):
     """K and V of one layer.
 
     Attributes:
@@ -286,7 +288,7 @@ class PagedStore(DenseShapes, PageRows):
             at_least: Tokens of the role that must be in it.
             make: Makes the store.
         """
-        return self._derived.store((what, self.epoch), role, at_least, make)
+        return self._derived.store((what, self.epoch), role, self.origin + at_least, make)
 
     def take_rows(self, sources: Sequence[tuple[PagedStore, int]], k_len: int, v_len: int) -> None:
         """Hold the pages of rows (store, number) of others; nothing is stored here before."""
@@ -319,18 +321,29 @@ class PagedStore(DenseShapes, PageRows):
         return (self.k_len, self.v_len) == (other.k_len, other.v_len) and self._same_rows(other)
 
     def materialize(
-        self, role: Role, length: int | None = None, operator: str = "materialize"
+        self,
+        role: Role,
+        length: int | None = None,
+        operator: str = "materialize",
+        begin: int | None = None,
     ) -> torch.Tensor:
         """Return the dense tensor of one role, laid out like its handle; count the need of it.
 
         Padding rows are zeros. Of a static store T is the capacity, and positions beyond the
         length are zeros.
 
+        Args:
+            role: K, V or both.
+            length: Tokens from `begin` on; by default all.
+            operator: What needs them.
+            begin: The first token, counted from the first one ever stored; by default that in
+                column 0.
+
         Raises:
-            StaleHandleError: If fewer than `length` tokens are stored.
+            StaleHandleError: If these tokens are not stored.
         """
         self.materializations.add(operator)
-        return dense_of(self, role, length)
+        return dense_of(self, role, length, begin)
 
     def row_counts(self) -> dict[CountName, list[int]]:
         """Return what kernels must know of each row."""
@@ -372,5 +385,6 @@ class PagedStore(DenseShapes, PageRows):
 
     def _sharing(self, sources: Sequence[tuple[PagedStore, int]]) -> PagedStore:
         result = self.empty_like(len(sources))
+        result.origin = self.origin
         result.take_rows(sources, self.k_len, self.v_len)
         return result

@@ -43,7 +43,8 @@ class StoreImage:
         compute: How attention multiplies quantized K and V.
         k_len: Tokens of K.
         v_len: Tokens of V.
-        starts: Left padding of each row.
+        starts: The column of the first stored token of each row; below 0 behind a sliding window.
+        origin: The token in column 0, counted from the first one ever stored.
         quantized: Quantized pages of each row; None if K and V are exact.
         tables: The pages of each row, by number: those of the layout, and with a window the
             exact ones beside them.
@@ -62,6 +63,7 @@ class StoreImage:
     quantized: list[int] | None
     tables: list[list[list[int]]]
     fused: FusedLayout | None = None
+    origin: int = 0
 
     def as_fields(self) -> dict[str, Any]:
         """Return it as numbers, strings, lists and dictionaries."""
@@ -132,7 +134,7 @@ class StoreImage:
         )
         if self.dtype not in DTYPES or self.token_dim not in (1, 2) or self.num_kv_heads < 1:
             raise ValueError(f"{self.num_kv_heads} heads of {self.dtype}")
-        if min(self.k_len, self.v_len, *self.starts) < 0 or max(0, *self.starts) > longest:
+        if min(self.k_len, self.v_len, self.origin) < 0 or max(0, *self.starts) > longest:
             raise ValueError(f"rows of {self.k_len} and {self.v_len} tokens begin at {self.starts}")
         if self.compute not in (None, "fp32", "fp16", "int8"):
             raise ValueError(f"compute {self.compute}")
@@ -212,6 +214,7 @@ def describe(store: PagedStore, numbers: Sequence[PageNumbers]) -> StoreImage:
         quantized=store.row_counts().get("quantized"),
         tables=[[number.of(row) for row in table.rows] for table, number in tables],
         fused=store.fused,
+        origin=store.origin,
     )
 
 
@@ -275,7 +278,7 @@ def restore(
         for b, row in enumerate(rows):
             table.share(b, [ids[number] for number in row])
         table.point_to_slabs()
-    store.k_len, store.v_len = image.k_len, image.v_len
+    store.k_len, store.v_len, store.origin = image.k_len, image.v_len, image.origin
     if isinstance(store, QuantizedStore) and image.quantized is not None:
         store.set_quantized(image.quantized, image.quantized)
     return store

@@ -66,6 +66,8 @@ class StateBinding:
         position: Where the first new token is written to a static buffer, if it can be read
             before the graph runs.
         only_read: Whether the graph adds nothing to the state.
+        kept: How many of the last tokens the outputs are; None if all.
+        past_seen: How many of the last past tokens the attention sees; None if all.
     """
 
     site: int
@@ -79,6 +81,8 @@ class StateBinding:
     frequencies: int | None = None
     position: PositionSource | None = None
     only_read: bool = False
+    kept: int | None = None
+    past_seen: int | None = None
 
 
 @dataclass(frozen=True)

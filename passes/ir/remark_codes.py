@@ -30,6 +30,7 @@ REMARK_CODES: dict[str, str] = {
     "KVC208": "static buffers whose length is unclear",
     "KVC209": "K or V is cached in a way that is not recognised",
     "KVC210": "K and V are cached in one tensor, and were set apart",
+    "KVC211": "a part of the cached tensor is read that has no fixed length",
     "KVC300": "format chosen",
     "KVC301": "query, K, V or result of different dtypes",
     "KVC302": "no exact format for the dtype",

@@ -28,6 +28,9 @@ class StateUpdate:
         outputs: Positions among the graph's outputs that hold the state.
         prefix: The slice of a static buffer from its first token on that the attention reads, or
             None if it reads the whole state.
+        kept: How many of the last tokens are handed on: a sliding window leaves the others behind.
+            None if all are.
+        past_seen: How many of the last past tokens the attention reads, or None if it reads all.
     """
 
     kind: UpdateKind
@@ -38,6 +41,8 @@ class StateUpdate:
     token_dim: int
     outputs: tuple[int, ...]
     prefix: fx.Node | None = None
+    kept: int | None = None
+    past_seen: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +68,11 @@ class CacheStream:
     def only_read(self) -> bool:
         """Whether the graph adds nothing to the state."""
         return self.k.kind == "read"
+
+    @property
+    def slides(self) -> bool:
+        """Whether tokens leave the state, or the attention's sight, as others are added."""
+        return self.k.kept is not None or self.k.past_seen is not None
 
     @property
     def has_past(self) -> bool:

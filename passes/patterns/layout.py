@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -187,6 +188,20 @@ def is_prefix_slice(node: fx.Node, dim: int) -> bool:
     start = node.args[2] if len(node.args) > 2 else None
     step = node.args[4] if len(node.args) > 4 else 1
     return number(start) in (None, 0.0) and not isinstance(start, fx.Node) and number(step) == 1.0
+
+
+def is_suffix_slice(node: fx.Node, dim: int) -> bool:
+    """Whether a node is `x[..., n:]` along `dim`, with step 1."""
+    if not is_call(node, aten.slice.Tensor) or the_dim(node, 1) != dim:
+        return False
+    end = node.args[3] if len(node.args) > 3 else None
+    step = node.args[4] if len(node.args) > 4 else 1
+    if number(step) != 1.0:
+        return False
+    if end is None or (isinstance(end, int) and end >= sys.maxsize):
+        return True
+    whole = the_node(node.args[0]).meta["val"].shape[dim]
+    return same_size(end.meta["val"] if isinstance(end, fx.Node) else end, whole)
 
 
 def writer(node: fx.Node, but: fx.Node | None = None) -> fx.Node | None:

@@ -10,6 +10,7 @@ from torch import fx
 from kvcompile.passes.patterns.layout import (
     is_call,
     is_prefix_slice,
+    is_suffix_slice,
     peel,
     strip_repeat_kv,
     the_dim,
@@ -27,6 +28,7 @@ class Path:
     node: fx.Node
     swapped: bool
     prefix: fx.Node | None = None
+    suffix: fx.Node | None = None
 
     @property
     def token_dim(self) -> int:
@@ -51,5 +53,10 @@ def before_path(path: Path) -> Path | None:
         inner = the_node(node.args[0])
         cut = replace(path, node=inner, prefix=path.prefix or node)
         return cut if is_write(peel(inner)) else None
+    # Of a window that still holds what it may have to take back, the attention reads the end.
+    if is_suffix_slice(node, path.token_dim) and path.suffix is None:
+        inner = the_node(node.args[0])
+        is_grown = is_call(peel(inner), aten.cat.default)
+        return replace(path, node=inner, suffix=node) if is_grown else None
     stripped = strip_repeat_kv(node)
     return replace(path, node=stripped) if stripped is not node else None

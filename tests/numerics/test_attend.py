@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,6 +90,18 @@ def test_attend_is_within_the_derived_bound(case: Case, isa: IsaName) -> None:
     for number, kv_len in enumerate(lengths(case)):
         queries = 1 if case.queries == "one" else [1, 2, 16, 5][number % 4]
         given = problem(case, kv_len, (0, kv_len // 2, min(5, kv_len)), queries)
+        given.check(run_attend(kernel, given), case.chunk)
+
+
+@pytest.mark.parametrize("case", CASES[:5], ids=str)
+def test_tokens_before_column_0_are_not_seen(case: Case, isa: IsaName) -> None:
+    """A sliding window has left them behind: some, whole pages, whole chunks; rows with padding."""
+    kernel = load(replace(case.spec(isa, "attend"), slides=True))
+    length = 2 * case.chunk + case.page_size + 3
+    for hidden in (0, 1, case.page_size + 5, case.chunk + 1):
+        queries = 1 if case.queries == "one" else 5
+        given = problem(case, length, (0, 3, hidden + 7), queries)
+        given = replace(given, hidden=hidden)
         given.check(run_attend(kernel, given), case.chunk)
 
 

@@ -184,6 +184,18 @@ def test_lengths_below_what_is_stored(isa: IsaName) -> None:
             check(case, isa, given)
 
 
+@pytest.mark.parametrize("case", [PLAIN, FEW, ADDITIVE, TURNING], ids=str)
+def test_tokens_before_column_0_are_not_seen(case: QuantizedCase, isa: IsaName) -> None:
+    """A sliding window has left them behind: sinks, some tokens of a page, and whole pages."""
+    kernel = load(replace(case.spec(isa, "attend"), slides=True))
+    queries = 3 if case.queries == "few" else 1
+    stored = case.sinks + 2 * case.chunk + 50
+    for hidden in (1, case.sinks, case.sinks + case.page_size + 5, stored - 9):
+        given = problem(case, stored, (0, 3, stored), queries, residual=30, pending=1)
+        given = replace(given, hidden=hidden)
+        given.check(run_attend(kernel, given), case.chunk)
+
+
 def test_neither_threads_nor_places_change_a_bit(isa: IsaName) -> None:
     for case in (PLAIN, FEW):
         kernel = attend_kernel(case, isa)

@@ -206,6 +206,17 @@ def test_sliding_windows(name: str, queries: int, window: int) -> None:
     check(case, Recipe(), queries=queries)
 
 
+@pytest.mark.parametrize("hidden", [1, 4, 70, 140])
+@pytest.mark.parametrize("mask", ["none", "bool", "causal"])
+@pytest.mark.parametrize("name", ["bf16", "int4"])
+def test_tokens_before_column_0_are_not_seen(name: str, mask: MaskKind, hidden: int) -> None:
+    kind: Queries = "one" if mask == "none" else "few"
+    case = GpuCase(k=name, dims=(32, 32), queries=kind, mask=mask, hidden=hidden)
+    queries = 1 if mask == "none" else 3
+    given = torch.rand(2, 1, queries, 150) > 0.3 if mask == "bool" else None
+    check(case, Recipe(), queries=queries, mask=given)
+
+
 @pytest.mark.parametrize("mask", ["none", "additive"])
 @pytest.mark.parametrize("name", ["bf16", "int8", "fp8"])
 def test_capped_scores(name: str, mask: str) -> None:

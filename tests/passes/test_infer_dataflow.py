@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from kvcompile.passes.ir.ops import APPEND, APPEND_ATTEND
 from tests.support.attentions import Cross, Forgetful, Sdpa, Softmax, Static, TokensFirst, Window
 from tests.support.programs import Pair, capture, codes, handles, past, qkv, static_handles
 
@@ -130,17 +131,51 @@ def test_what_is_not_returned_is_not_cached() -> None:
 def test_a_window_leaves_the_length_of_the_past_open() -> None:
     """Contiguity questions about the slice would guard the very length that was traced."""
     program, _ = capture(Window().eval(), *qkv(1), past(7))
-    cats = [n.meta["val"] for n in program.graph.nodes if n.target == torch.ops.aten.cat.default]
-    assert cats
-    assert all(isinstance(cat.shape[2], torch.SymInt) for cat in cats)
-    assert not any(cat.shape[2].node.expr.is_number for cat in cats)
+    (call,) = program.graph.find_nodes(op="call_function", target=APPEND_ATTEND)
+    past_len = call.args[4]
+    assert not past_len.meta["val"].node.expr.is_number
 
 
-def test_a_window_is_another_reader_of_the_state() -> None:
-    program, _ = capture(Window().eval(), *qkv(1), past(7))
-    assert codes(program)[1] == "KVC209"
-    assert "slice_1 beside it is kept" in program.remarks[1].reason
-    assert program.remarks[1].where.startswith("attentions.py:")
+@pytest.mark.parametrize("tokens", [3, 7, 30])
+def test_a_window_keeps_the_last_tokens(tokens: int) -> None:
+    program, _ = capture(Window().eval(), *qkv(1), past(tokens))
+    assert codes(program)[:2] == ["KVC100", "KVC200"]
+    is_full = tokens >= 7
+    assert ("the last 8 tokens are kept" in program.remarks[1].reason) == is_full
+    stream = program.streams[0]
+    assert (stream.k.kept, stream.v.kept) == ((8, 8) if is_full else (None, None))
+    assert stream.slides == is_full
+
+
+def test_a_long_prompt_leaves_the_window_at_once() -> None:
+    program, _ = capture(Window().eval(), *qkv(20))
+    assert (program.streams[0].k.kind, program.streams[0].k.kept) == ("fresh", 8)
+    (call,) = program.graph.find_nodes(op="call_function", target=APPEND)
+    assert call.args[0].meta["val"].shape[2] == 8
+
+
+def test_k_and_v_that_keep_different_windows_are_refused() -> None:
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Pair) -> object:
+        k, v = torch.cat([cache[0], -k], dim=2), torch.cat([cache[1], -v], dim=2)
+        return Sdpa().attend(q, k, v, None), k[:, :, -8:], v[:, :, -9:]
+
+    program, _ = capture(step, *qkv(1), past(20))
+    assert codes(program) == ["KVC100", "KVC205"]
+
+
+@pytest.mark.parametrize("what", ["middle", "other reader", "strided"])
+def test_a_window_of_another_form_is_refused(what: str) -> None:
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Pair) -> object:
+        k, v = torch.cat([cache[0], -k], dim=2), torch.cat([cache[1], -v], dim=2)
+        out = Sdpa().attend(q, k, v, None)
+        if what == "middle":
+            return out, k[:, :, -9:-1], v[:, :, -9:-1]
+        if what == "strided":
+            return out, k[:, :, -9::2], v[:, :, -9::2]
+        return out, k[:, :, -8:], v[:, :, -8:], k[:, :, -8:].sum()
+
+    program, _ = capture(step, *qkv(1), past(20))
+    assert codes(program)[1] in ("KVC206", "KVC209")
     assert not program.streams
 
 

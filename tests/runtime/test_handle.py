@@ -59,10 +59,20 @@ class TestNative:
         assert_is(case.k[:, :, 0:end, :], expected)
         assert not case.k[:, :, :end]._is_view()
 
-    def test_negative_start_that_reaches_the_beginning(self, case: Filled) -> None:
-        assert_is(case.k[:, :, -LENGTH:], case.dense_k)
-        assert type(case.k[:, :, -5:]) is torch.Tensor
-        assert torch.equal(case.k[:, :, -5:], case.dense_k[:, :, -5:])
+    @pytest.mark.parametrize("part", [(-LENGTH, None), (-5, None), (3, 20), (1, -1), (30, 30)])
+    def test_consecutive_tokens(self, case: Filled, part: tuple[int, int | None]) -> None:
+        expected = case.dense_k[:, :, slice(*part)]
+        assert assert_is(case.k[:, :, slice(*part)], expected).store is case.store
+        again = assert_is(case.k[:, :, 1:][..., 2:, :][:, :, :4], case.dense_k[:, :, 3:7])
+        assert again.begin == 3
+
+    def test_a_part_is_a_view(self, case: Filled) -> None:
+        part, rest = case.k[:, :, 5:9], case.k[1:, :, 4:]
+        part[0, 0, 1, 0] = 7.0
+        assert float(case.k[0, 0, 6, 0]) == 7.0
+        case.k[1, 1, 8, 2] = 9.0
+        assert float(part[1, 1, 3, 2]) == float(rest[0, 1, 4, 2]) == 9.0
+        assert torch.equal(part + 0, case.k.materialize()[:, :, 5:9])
 
     def test_narrow_split_chunk(self, case: Filled) -> None:
         assert_is(case.k.narrow(2, 0, 9), case.dense_k[:, :, :9])

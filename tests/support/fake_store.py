@@ -25,10 +25,12 @@ class FakeStore:
         num_kv_heads: Records per page.
         dtype: Dtype of gathered tensors.
         batch: Rows.
+        hidden: Tokens before column 0; none.
         state: int64[8], what kernels read.
         memory: All pages, uint8[pages, K, record bytes], in the order of their ids.
     """
 
+    hidden = 0
     extra_roundings = 0
     """Of an element, on the way from its word to a product: see `Problem.bound`."""
 

@@ -34,7 +34,11 @@ MOST_ERROR = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class GpuCase:
-    """One attend kernel and the model it serves."""
+    """One attend kernel and the model it serves.
+
+    Attributes:
+        hidden: Tokens before the kernel's column 0. They count in lengths, starts and masks here.
+    """
 
     k: str = "bf16"
     v: str | None = None
@@ -52,6 +56,7 @@ class GpuCase:
     residual: int = 32
     softcap: float | None = None
     sliding_window: int | None = None
+    hidden: int = 0
     latent: bool = False
     compute: Compute | None = None
 
@@ -89,6 +94,7 @@ class GpuCase:
             compute=compute,
             softcap=self.softcap,
             sliding_window=self.sliding_window,
+            slides=self.hidden > 0,
         )
 
     def layout(self) -> RecordLayout:
@@ -192,12 +198,13 @@ def attend(
     lse = torch.full((batch * heads * queries, splits), math.nan)
     arguments: list[object] = [q, *q.stride()[:3]]
     table = pages.pages.addresses
-    arguments += [table, table.stride(0), pages.starts, torch.tensor([pages.length])]
+    starts, length = pages.starts - case.hidden, pages.length - case.hidden
+    arguments += [table, table.stride(0), starts, torch.tensor([length])]
     if pages.exact is not None:
         exact = pages.exact.addresses
         arguments += [pages.quantized, pages.ring_from, exact, exact.stride(0)]
     if mask is not None:
-        mask = mask.expand(batch, heads, queries, -1)
+        mask = mask.expand(batch, heads, queries, -1)[..., case.hidden :]
         mask = mask.view(torch.int8) if mask.dtype is torch.bool else mask
         arguments += [mask, *mask.stride()]
     scale = 1 / math.sqrt(q.shape[-1])
@@ -221,12 +228,13 @@ def bias_of(pages: GpuPages, q: torch.Tensor, mask: torch.Tensor | None) -> torc
     """Return what is added to scores, float64 [B, H, S, T]: -inf where a token is not seen."""
     case = pages.case
     tokens, queries = torch.arange(pages.length), q.shape[2]
-    seen = (tokens >= pages.starts[:, None])[:, None, None, :].expand(-1, 1, queries, -1)
+    first = pages.starts.clamp(min=case.hidden)
+    seen = (tokens >= first[:, None])[:, None, None, :].expand(-1, 1, queries, -1)
     if case.sliding_window is not None:
         own = pages.length - queries + torch.arange(queries)
         seen = seen & (tokens > own[:, None] - case.sliding_window)
     if case.mask == "causal":
-        seen = seen & (tokens <= torch.arange(queries)[:, None])
+        seen = seen & (tokens - case.hidden <= torch.arange(queries)[:, None])
     bias = torch.zeros(q.shape[0], q.shape[1], queries, pages.length, dtype=torch.float64)
     if mask is not None and mask.dtype is torch.bool:
         seen = seen & mask

@@ -130,13 +130,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of attend; a mask is anything that broadcasts to [B, H, S, kv_len or more]."""
+    """One call of attend; a mask is anything that broadcasts to [B, H, S, kv_len or more].
+
+    Attributes:
+        hidden: Tokens before the kernel's column 0, which no query sees. They count here, in
+            `kv_len` and in the mask's columns, and the kernel is told what is left.
+    """
 
     store: FakeStore | QuantizedFakeStore
     q: torch.Tensor
     kv_len: int
     mask: torch.Tensor | None = None
     causal: bool = False
+    hidden: int = 0
 
     @property
     def scale(self) -> float:
@@ -145,10 +151,10 @@ class Problem:
     def bias(self) -> torch.Tensor:
         """Return the float64 bias [B, 1 or H, S, T] that says the same as mask and padding."""
         positions = torch.arange(self.kv_len)
-        seen = (positions >= self.store.starts[:, None])[:, None, None, :]
+        seen = (positions >= self.store.starts[:, None].clamp(min=self.hidden))[:, None, None, :]
         seen = seen.expand(-1, -1, self.q.shape[2], -1)
         if self.causal:
-            seen = seen & (positions <= torch.arange(self.q.shape[2])[:, None])
+            seen = seen & (positions - self.hidden <= torch.arange(self.q.shape[2])[:, None])
         bias = torch.zeros((), dtype=torch.float64)
         if self.mask is not None:
             given = self.mask if self.mask.shape[-1] == 1 else self.mask[..., : self.kv_len]
@@ -235,8 +241,9 @@ def run_attend(kernel: Kernel[KernelSpec], problem: Problem, *, threads: int = 1
     mask_part = [0, 0, 0, 0, 0]
     if problem.mask is not None:
         columns = max(problem.mask.shape[-1], problem.kv_len)
-        mask = problem.mask.expand(batch, heads, queries, columns)
+        mask = problem.mask.expand(batch, heads, queries, columns)[..., problem.hidden :]
         mask_part = [mask.data_ptr(), *mask.stride()]
+    store.starts.sub_(problem.hidden)
     status = kernel.call(
         store.state.data_ptr(),
         q.data_ptr(),
@@ -246,11 +253,12 @@ def run_attend(kernel: Kernel[KernelSpec], problem: Problem, *, threads: int = 1
         *mask_part,
         store.num_kv_heads,
         queries,
-        problem.kv_len,
+        problem.kv_len - problem.hidden,
         scratch.data_ptr(),
         threads,
         problem.scale,
     )
+    store.starts.add_(problem.hidden)
     assert status == 0
     assert scratch[-1].isnan(), "scratch overrun"
     return out

@@ -81,12 +81,15 @@ class QuantizedPages:
         num_kv_heads: Records per page.
         dtype: Dtype of the model.
         batch: Rows.
+        hidden: Tokens before column 0; none.
         starts: Left-padding tokens per row, int32[B].
         quantized: Quantized pages per row, int32[B].
         ring_from: The page whose first token has the ring's first slot, int32[B].
         rotary_table: The angles that K turns by, if its turning mean is kept.
         state: int64[16], what kernels read.
     """
+
+    hidden = 0
 
     def __init__(
         self,
