@@ -147,7 +147,7 @@ class KernelSpec:
         compute: How attend multiplies quantized K and V: "fp32" decodes them in registers, "int8"
             rounds the query to int8 and the weights to 16 bits and multiplies integers, "fp16"
             multiplies codes with the scaled query and weights, rounded to fp16.
-        softcap: Bound of the scores, cap * tanh(score / cap) (attend only; Gemma 2,
+        softcap: Bound of the scores, cap * tanh(score / cap), positive (attend only; Gemma 2,
             https://arxiv.org/abs/2408.00118).
         sliding_window: Most recent tokens that a query sees, itself included (attend only).
         slides: Whether rows may have stored tokens before column 0, which no query sees: their
@@ -211,6 +211,8 @@ class KernelSpec:
             raise ValueError(f"target {self.target} does not go with layout {self.layout}")
         if (self.target == "gpu") != (self.isa in ("ptx", "triton")):
             raise ValueError(f"target {self.target} does not go with isa {self.isa}")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap must be positive, not {self.softcap}")
         if self.rotary is not None and not get_format(self.k_format).is_grouped:
             raise ValueError("rotary goes with quantized keys, and only with them")
         if self.rope is not None:

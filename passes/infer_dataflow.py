@@ -362,16 +362,20 @@ def _feeds_only(node: fx.Node, site: AttentionSite) -> bool:
         return not node.users
     if not isinstance(val, torch.Tensor):
         return False
-    return bool(node.users) and _reaches(node, site, depth=12)
+    return bool(node.users) and _reaches(node, site, depth=_STEPS)
+
+
+_STEPS = 24
+"""Most operators from a cached tensor to the result: those of sink logits are 16."""
 
 
 def _reaches(node: fx.Node, site: AttentionSite, depth: int) -> bool:
     """Whether every path from a node ends in the attention's result within a few steps.
 
-    Not by way of its query or mask: those stay, and with them whatever they are made of.
+    Not by way of what stays, such as its query and mask, and with it whatever it is made of.
     """
     if node is site.out:
         return True
-    if depth == 0 or not node.users or node is site.q or node is site.mask:
+    if depth == 0 or not node.users or node in site.beside:
         return False
     return all(_reaches(user, site, depth - 1) for user in node.users)

@@ -80,4 +80,5 @@ def _attend_spec(
         mask_dtype=EXACT_FORMATS[additive] if additive is not None else None,
         queries="one" if one else "few",
         compute=plan.compute,
+        softcap=site.softcap,
     )

@@ -87,6 +87,10 @@ def _site(index: int, pattern: str, found: Candidate) -> AttentionSite:
         mask_kind=found.mask_kind,
         mask_hides=found.mask_hides,
         scale=found.scale,
+        softcap=found.softcap,
+        sinks=found.sinks,
+        biases=found.biases,
+        factors=found.factors,
     )
 
 
@@ -114,4 +118,10 @@ def _check(found: Candidate) -> Candidate | Missed:
         return Missed("KVC108", "the mask is not a tensor of 2 to 4 dimensions", found.out)
     if mask is not None and mask.dtype not in _MASK_DTYPES:
         return Missed("KVC108", f"the mask has dtype {mask.dtype}", found.out)
+    for bias in found.biases:
+        val = value(bias.node)
+        if val is None or not 1 <= val.dim() <= 4 or not val.dtype.is_floating_point:
+            return Missed(
+                "KVC108", "what is added to the scores is no tensor of numbers", bias.node
+            )
     return found

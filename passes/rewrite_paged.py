@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from kvcompile.codegen.state import STATE_WORDS
 from kvcompile.passes.base import PassOptions, missed, passed
 from kvcompile.passes.canonicalize import IS_HANDLE, is_impure
-from kvcompile.passes.ir.ops import APPEND, APPEND_ATTEND, ATTEND
+from kvcompile.passes.ir.ops import APPEND, APPEND_ATTEND, ATTEND, ATTEND_DENSE
 from kvcompile.passes.ir.program import Binding, Program, SizeSource, StateBinding
 from kvcompile.passes.ir.result import Missed
 from kvcompile.passes.ir.stage import Stage
@@ -23,9 +23,9 @@ from kvcompile.passes.patterns.layout import (
     is_call,
     same_size,
     the_node,
-    value,
 )
 from kvcompile.passes.shards import IS_SHARD
+from kvcompile.passes.site_operands import visible, with_one_mask
 from kvcompile.passes.sizes import size_of, size_source, sum_of
 
 if TYPE_CHECKING:
@@ -122,26 +122,31 @@ def _call(
     past_len: fx.node.Argument,
 ) -> fx.Node | None:
     """Insert the operators of a site; return the new result, or None if the old one stays."""
-    mask = _mask(site)
     if stream.only_read:
-        how = (mask, site.mask_kind == "causal", site.scale, past_len, site.head_dim_vo)
-        return program.graph.call_function(ATTEND, (site.q, state, *how))
+        site = with_one_mask(program, site)
+        how = (visible(site), site.mask_kind == "causal", site.scale, past_len, site.head_dim_vo)
+        return program.graph.call_function(ATTEND, (site.q, state, *how), _variant(site))
     k, v = _heads_first(stream.k), _heads_first(stream.v)
     if stream.has_past:
-        return _append_attend(program, site, stream, (k, v, state), past_len, mask)
+        site = with_one_mask(program, site)
+        return _append_attend(program, site, stream, (k, v, state), past_len)
+    mask = visible(site)
     if (kept := stream.k.kept) is not None:
         # What a window leaves behind at once is never stored.
         k, v = _last(k, 2, kept), _last(v, 2, kept)
-        mask = (
-            mask
-            if mask is None or same_size(mask.meta["val"].shape[3], 1)
-            else _last(mask, 3, kept)
-        )
+        if mask is not None and not same_size(mask.meta["val"].shape[3], 1):
+            mask = _last(mask, 3, kept)
     # A static buffer that is only written has no past, and yet says where it is written.
+    # Padding is learned from the mask: what is added beside it says nothing of it.
     program.graph.call_function(APPEND, (k, v, state, past_len, stream.k.position, mask))
     if stream.k.kind == "fresh_index_copy":
-        return _attend_new(program, site, k, v, mask)
+        return _attend_new(program, with_one_mask(program, site), k, v)
     return None
+
+
+def _variant(site: AttentionSite) -> dict[str, fx.node.Argument]:
+    """Return what the attention does beside scaling and masking, as arguments of operators."""
+    return {} if site.softcap is None else {"softcap": site.softcap}
 
 
 def _append_attend(
@@ -150,7 +155,6 @@ def _append_attend(
     stream: CacheStream,
     appended: tuple[fx.Node, fx.Node, fx.Node],
     past_len: fx.node.Argument,
-    mask: fx.Node | None,
 ) -> fx.Node:
     """Insert the append of K and V to a state, and the attention over its store."""
     new_len = size_of(program, stream.k.new, stream.k.token_dim)
@@ -161,8 +165,9 @@ def _append_attend(
         kv_len = past_len + new_len
     else:
         kv_len = sum_of(program, past_len, new_len)
-    how = (stream.k.position, mask, site.mask_kind == "causal", site.scale, kv_len)
-    return program.graph.call_function(APPEND_ATTEND, (site.q, *appended, past_len, *how))
+    how = (stream.k.position, visible(site), site.mask_kind == "causal", site.scale, kv_len)
+    arguments = (site.q, *appended, past_len, *how)
+    return program.graph.call_function(APPEND_ATTEND, arguments, _variant(site))
 
 
 def _last(node: fx.Node, dim: int, count: int) -> fx.Node:
@@ -173,13 +178,15 @@ def _last(node: fx.Node, dim: int, count: int) -> fx.Node:
     return part
 
 
-def _attend_new(
-    program: Program, site: AttentionSite, k: fx.Node, v: fx.Node, mask: fx.Node | None
-) -> fx.Node:
+def _attend_new(program: Program, site: AttentionSite, k: fx.Node, v: fx.Node) -> fx.Node:
     """Insert attention on the new tokens alone, for a static buffer that was empty."""
+    mask = visible(site)
     if mask is not None:
         new_len = size_of(program, k, 2)
         mask = program.graph.call_function(aten.slice.Tensor, (mask, 3, 0, new_len))
+    if variant := _variant(site):
+        how = (mask, site.mask_kind == "causal", site.scale)
+        return program.graph.call_function(ATTEND_DENSE, (site.q, k, v, *how), variant)
     return program.graph.call_function(
         aten.scaled_dot_product_attention.default,
         (site.q, k, v, mask, 0.0, site.mask_kind == "causal"),
@@ -190,19 +197,20 @@ def _attend_new(
 def _mask_misfit(site: AttentionSite, stream: CacheStream) -> Missed | None:
     """Refuse a mask whose columns are not the tokens that the attention would see."""
     seen = site.k if stream.has_past else stream.k.state
-    mask, state = value(site.mask), value(seen)
-    if mask is None or state is None:
-        return None
-    columns, tokens = mask.shape[-1], state.shape[2 if stream.has_past else stream.k.token_dim]
-    if same_size(columns, 1) and not stream.is_static:
-        return None
-    if equal_now(columns, tokens):
-        return None
-    # A prompt in an empty buffer: keys and mask may both be cut to the new tokens.
-    new_len = stream.k.new.meta["val"].shape[stream.k.token_dim]
-    if stream.is_static and _sees_only_new(stream) and equal_now(columns, new_len):
-        return None
-    return Missed("KVC403", f"the mask has {columns} columns for {tokens} cached tokens", site.mask)
+    tokens = seen.meta["val"].shape[2 if stream.has_past else stream.k.token_dim]
+    masks = [] if site.mask is None else [site.mask]
+    for mask in (*masks, *(bias.node for bias in site.biases)):
+        columns = mask.meta["val"].shape[-1]
+        if same_size(columns, 1) and (mask is not site.mask or not stream.is_static):
+            continue
+        if equal_now(columns, tokens):
+            continue
+        # A prompt in an empty buffer: keys and mask may both be cut to the new tokens.
+        new_len = stream.k.new.meta["val"].shape[stream.k.token_dim]
+        if stream.is_static and _sees_only_new(stream) and equal_now(columns, new_len):
+            continue
+        return Missed("KVC403", f"the mask has {columns} columns for {tokens} cached tokens", mask)
+    return None
 
 
 def _sees_only_new(stream: CacheStream) -> bool:
@@ -237,23 +245,6 @@ def _heads_first(update: StateUpdate) -> fx.Node:
     node = update.new.graph.call_function(aten.transpose.int, (update.new, 1, 2))
     node.meta["val"] = update.new.meta["val"].transpose(1, 2)
     return node
-
-
-def _mask(site: AttentionSite) -> fx.Node | None:
-    """Return the mask with four dimensions, True meaning visible."""
-    mask = site.mask
-    if mask is None:
-        return None
-    graph = mask.graph
-    while mask.meta["val"].dim() < 4:
-        wider = graph.call_function(aten.unsqueeze.default, (mask, 0))
-        wider.meta["val"] = mask.meta["val"].unsqueeze(0)
-        mask = wider
-    if site.mask_hides:
-        inverted = graph.call_function(aten.logical_not.default, (mask,))
-        inverted.meta["val"] = mask.meta["val"]
-        mask = inverted
-    return mask
 
 
 def _state_placeholder(program: Program, site: AttentionSite) -> fx.Node:

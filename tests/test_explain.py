@@ -43,9 +43,9 @@ def test_a_transformers_model() -> None:
 
 def test_a_miss_is_explained() -> None:
     mask = torch.ones(2, 1, 1, 8, dtype=torch.bool)
-    found = kvcompile.explain(Softmax("tanh").eval(), (*qkv(1), past(7), mask))
+    found = kvcompile.explain(Softmax("sigmoid").eval(), (*qkv(1), past(7), mask))
     (remark,) = found.missed
-    assert remark.code == "KVC116"
+    assert remark.code == "KVC112"
     assert remark.where.startswith("attentions.py:")
     for part in (remark.reason, remark.hint, remark.near_miss, remark.where):
         assert part

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvcompile.codegen.cpu import fragments, quantized_attend
 from kvcompile.codegen.cpu.abi import mask_ctype, packed_text, signature_text
+from kvcompile.codegen.cpu.glossary import glossary
 from kvcompile.codegen.cpu.pages import (
     INCLUDES,
-    bytes_per_token,
     is_exact,
     load_page_text,
     store_text,
@@ -18,10 +18,11 @@ from kvcompile.codegen.cpu.panels import (
     panel_accumulate,
     panel_scores,
 )
-from kvcompile.codegen.cpu.rope import ROPE_ARGUMENTS, rope_fields, rope_line, rotate_text
+from kvcompile.codegen.cpu.rope import ROPE_ARGUMENTS, rope_fields, rotate_text
 from kvcompile.codegen.cpu.scalars import CTYPE, scalar_text
 from kvcompile.codegen.cpu.shape import AttendShape
-from kvcompile.codegen.cpu.text import comment, join_sections, render
+from kvcompile.codegen.cpu.text import join_sections, render
+from kvcompile.codegen.cpu.variants import call_cap, cap_text
 from kvcompile.codegen.cpu.words import words_text
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import MOST_QUERIES, KernelSpec
@@ -136,7 +137,7 @@ static void attend_chunk(const Call& call, int64_t item, int64_t items, Workspac
       work.b = at.b, work.h = at.h, work.row0 = row0;
     }
     panel_scores(chunk, count, work.q, work.s);
-$mask    for (int r = 0; r < count; ++r)
+$cap$mask    for (int r = 0; r < count; ++r)
       online_softmax(work.s + r * $chunk, chunk.tokens, out.m[row0 + r], out.l[row0 + r]);
     panel_accumulate(chunk, count, work.s, out.o + row0 * $out_channels);
   }
@@ -211,9 +212,9 @@ class AttendGenerator:
             )
         if spec.queries == "many":
             return Unsupported("many query tokens on a CPU", f"At most {MOST_QUERIES} are printed.")
-        if spec.softcap is not None or spec.sliding_window is not None:
-            what = "a soft cap" if spec.softcap is not None else "a sliding window"
-            return Unsupported(f"{what} on a CPU", "Only GPU kernels are printed with it.")
+        if spec.sliding_window is not None:
+            hint = "Only GPU kernels are printed with it."
+            return Unsupported("a sliding window on a CPU", hint)
         return quantized_attend.supports(spec)
 
     def generate(self, spec: KernelSpec) -> KernelSource:
@@ -221,7 +222,7 @@ class AttendGenerator:
         shape = AttendShape(spec)
         body = _quantized_body if spec.is_grouped else _exact_body
         text = join_sections(
-            _glossary(shape),
+            glossary(shape),
             INCLUDES,
             *_vocabulary(shape),
             store_text(spec),
@@ -283,6 +284,7 @@ def _exact_body(shape: AttendShape) -> list[str]:
         rotate_text(shape.spec),
         fragments.load_query(shape),
         fragments.scores(shape),
+        cap_text(shape),
         fragments.mask(shape),
         fragments.online_softmax(shape),
         fragments.accumulate(shape),
@@ -296,6 +298,7 @@ def _exact_body(shape: AttendShape) -> list[str]:
             ATTEND_CHUNK,
             rows=fragments.rows_expression(shape),
             panel_rows=shape.panel_rows,
+            cap=call_cap(shape.spec),
             mask=mask,
             out_channels=shape.out_channels,
             **literals,
@@ -310,6 +313,7 @@ def _quantized_body(shape: AttendShape) -> list[str]:
         HEADING,
         rotate_text(shape.spec),
         fragments.load_query(shape),
+        cap_text(shape),
         fragments.mask(shape),
         fragments.online_softmax(shape),
         fragments.store_partial(shape),
@@ -318,48 +322,6 @@ def _quantized_body(shape: AttendShape) -> list[str]:
         render(ITEMS, **PAGE_BY_PAGE),
         quantized_attend.attend_chunk(shape),
     ]
-
-
-def _glossary(shape: AttendShape) -> str:
-    spec = shape.spec
-    queries = "1" if spec.queries == "one" else "1..16"
-    masks = {
-        "none": "none: every stored token is visible",
-        "causal": "query token s sees the tokens t <= s",
-        "bool": "mask_BHST uint8, 1 = visible",
-        "additive": f"mask_BHST {spec.mask_dtype}, added to the scores, -inf = not visible",
-    }
-    assert spec.mask is not None
-    slides = ["slides  rows may begin with tokens before column 0, which nothing sees"]
-    quantized = []
-    if spec.is_grouped:
-        quantized = [
-            f"tokens  {spec.num_sink_tokens} sinks in exact pages, then quantized pages, "
-            "then the ring in exact pages",
-            f"exact   K and V {spec.dtype}, pages of 16 tokens",
-            "compute fp32: codes become numbers in registers"
-            if spec.compute == "fp32"
-            else "compute int8: q rounded to 8 bits, weights to 16 bits, products of integers",
-        ]
-    return comment(
-        [
-            spec.symbol,
-            "out = softmax(q K^T * scale + mask) V, K and V in pages",
-            "",
-            f"B rows   K KV heads   G {shape.group} query heads per KV head   H = K * G",
-            f"S {queries} query tokens   T kv_len tokens   "
-            f"Dk {spec.head_dim_qk}   Dv {spec.head_dim_vo}   P {spec.page_size}",
-            f"q_BHSD, out_BHSD  {spec.dtype}; strides in elements, the last one is 1",
-            f"mask    {masks[spec.mask]}",
-            *(slides if spec.slides else []),
-            *rope_line(spec),
-            f"record  K {spec.k_format}, V {spec.v_format}: {bytes_per_token(spec)}",
-            *quantized,
-            "row     one query token of one query head, number s * G + head in its KV head",
-            f"chunk   {shape.chunk} stored tokens; each leaves a partial (m, l, O) per row, merged",
-            "        in order: neither threads nor the place of a page change one bit",
-        ]
-    )
 
 
 def _structs(shape: AttendShape, chunk: str) -> str:

@@ -13,6 +13,7 @@ from kvcompile.codegen.cpu.pages import load_page_text
 from kvcompile.codegen.cpu.rotary import mean_scores_text
 from kvcompile.codegen.cpu.shape import AttendShape
 from kvcompile.codegen.cpu.text import join_sections, render
+from kvcompile.codegen.cpu.variants import call_cap
 from kvcompile.codegen.formats import TILE
 from kvcompile.codegen.formats.integer import IntegerFormat
 from kvcompile.codegen.source import Supported, Unsupported
@@ -125,7 +126,7 @@ static void attend_chunk(const Call& call, int64_t item, int64_t items, Workspac
       quantized::panel_scores(chunk, count, work.q, work.s);
 $mean    ${close}else
       exact::panel_scores(chunk, count, work.q, work.s);
-$mask$bury    for (int r = 0; r < count; ++r)
+$cap$mask$bury    for (int r = 0; r < count; ++r)
       online_softmax(work.s + r * $chunk, chunk.tokens, out.m[row0 + r], out.l[row0 + r]);
     if (quantized)
       quantized::panel_accumulate(chunk, count, work.s, out.o + row0 * $out_channels);
@@ -239,6 +240,7 @@ def attend_chunk(shape: AttendShape) -> str:
             panel_rows=shape.panel_rows,
             chunk=shape.chunk,
             out_channels=shape.out_channels,
+            cap=call_cap(spec),
             mask=mask,
             mean=MEAN_SCORES if spec.rotary is not None else "",
             open=" {" if spec.rotary is not None else "",

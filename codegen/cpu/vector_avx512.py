@@ -17,6 +17,10 @@ static inline float reduce_add(vec x) { return _mm512_reduce_add_ps(x); }
 static inline float reduce_max(vec x) { return _mm512_reduce_max_ps(x); }
 """
 
+QUOTIENT = """
+static inline vec quotient(vec a, vec b) { return _mm512_div_ps(a, b); }
+"""
+
 MASKED = """
 // score + bias, and -inf where the bias is -inf, whatever the score
 static inline vec masked(vec score, vec bias) {

@@ -20,6 +20,10 @@ static inline float reduce_max(vec x) {
 }
 """
 
+QUOTIENT = """
+static inline vec quotient(vec a, vec b) { return a / b; }
+"""
+
 MASKED = """
 // score + bias, and -inf where the bias is -inf, whatever the score
 static inline vec masked(vec score, vec bias) {

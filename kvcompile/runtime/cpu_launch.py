@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvcompile.codegen.spec import KernelSpec
     from kvcompile.runtime.launch import Append, Attend, Gather, Store
     from kvcompile.runtime.rope import Rope
+    from kvcompile.runtime.variant import Variant
 
 
 def append_launcher(kernel: Kernel[KernelSpec]) -> Append:
@@ -101,7 +102,9 @@ def attend_launcher(kernel: Kernel[KernelSpec], mask_dtype: torch.dtype | None) 
         scale: float,
         kv_len: int,
         rope: Rope | None,
+        variant: Variant,
     ) -> torch.Tensor:
+        del variant
         kv_heads, batch = store.num_kv_heads, store.batch
         heads, shape = group * kv_heads, q.shape
         queries = shape[2]

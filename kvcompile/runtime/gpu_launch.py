@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvcompile.codegen.layout import RecordLayout
     from kvcompile.codegen.spec import Compute, KernelSpec
     from kvcompile.runtime.page_table import PageTable
+    from kvcompile.runtime.variant import Variant
 
 PROCESSORS_OF_INTERPRETER = 8
 TUNING_CALLS = 20
@@ -134,9 +135,10 @@ def attend_launcher(
         scale: float,
         kv_len: int,
         rope: Rope | None,
+        variant: Variant,
     ) -> torch.Tensor:
         nonlocal kernel, is_tuned
-        del causal
+        del causal, variant
         batch, kv_heads, queries = store.batch, store.num_kv_heads, q.shape[2]
         heads = group * kv_heads
         if q.shape != (batch, heads, queries, spec.head_dim_qk):

@@ -36,6 +36,7 @@ from kvcompile.codegen.spec import (
 from kvcompile.passes.ir.remarks import Remark, emit
 from kvcompile.runtime import cpu_launch, gpu_launch, torch_path
 from kvcompile.runtime.rope import Rope
+from kvcompile.runtime.variant import PLAIN, Variant
 
 DTYPE_NAMES: dict[torch.dtype, DTypeName] = {
     torch.float32: "fp32",
@@ -59,7 +60,7 @@ class Store(Protocol):
 
 Append = Callable[[Store, torch.Tensor | None, torch.Tensor | None, int, Rope | None], None]
 Attend = Callable[
-    [Store, torch.Tensor, torch.Tensor | None, bool, float, int, Rope | None], torch.Tensor
+    [Store, torch.Tensor, torch.Tensor | None, bool, float, int, Rope | None, Variant], torch.Tensor
 ]
 Gather = Callable[[Store, Role, int, int], torch.Tensor]
 
@@ -112,6 +113,7 @@ def attend(
     scale: float,
     kv_len: int,
     rope: Rope | None = None,
+    variant: Variant = PLAIN,
 ) -> torch.Tensor:
     """Return attention of q [B, H, S, Dk] over the first `kv_len` columns, left padding excluded.
 
@@ -123,6 +125,7 @@ def attend(
         scale: Factor of the scores.
         kv_len: Columns to look at, left padding included.
         rope: What q turns by on its way in, if it comes unrotated.
+        variant: What it does beside scaling and masking.
 
     Returns:
         [B, H, S, Dv] of q's dtype, in the memory order of [B, S, H, Dv].
@@ -143,12 +146,14 @@ def attend(
     _, heads, queries, _ = q.shape
     group = heads // store.num_kv_heads
     kind = _kind_of(queries)
-    slides = store.hidden > 0
-    key = (store.layout.symbol, q.dtype, group, rule, kind, store.compute, turns, slides)
+    does = None if variant is PLAIN else variant.key
+    key = (store.layout.symbol, q.dtype, group, rule, kind, store.compute, turns, does)
+    if store.hidden:
+        key += ("slides",)
     launcher = _attends.get(key)
     if launcher is None:
-        launcher = _attends[key] = _new_attend(store, q, mask, rope, causal=causal)
-    return launcher(store, q, mask, causal, scale, kv_len, rope)
+        launcher = _attends[key] = _new_attend(store, q, mask, rope, variant, causal=causal)
+    return launcher(store, q, mask, causal, scale, kv_len, rope, variant)
 
 
 def reads_pages(store: Store, queries: int) -> bool:
@@ -285,7 +290,13 @@ def _append_of(layout: RecordLayout, dtype: torch.dtype, rope: Rope | None) -> A
 
 
 def _new_attend(
-    store: Store, q: torch.Tensor, mask: torch.Tensor | None, rope: Rope | None, *, causal: bool
+    store: Store,
+    q: torch.Tensor,
+    mask: torch.Tensor | None,
+    rope: Rope | None,
+    variant: Variant,
+    *,
+    causal: bool,
 ) -> Attend:
     """Choose how queries and masks of these dtypes are served, after checking what is fixed."""
     if q.shape[1] % store.num_kv_heads:
@@ -305,6 +316,7 @@ def _new_attend(
         "queries": _kind_of(q.shape[2]),
         "compute": store.compute,
         "slides": store.hidden > 0,
+        "softcap": variant.softcap,
     }
     spec = _spec(store.layout, q.dtype, "attend", rope, fields)
     made = _made(

@@ -1,4 +1,4 @@
-"""The operators that a rewritten graph calls: append, append_attend, attend, materialize, linear.
+"""The operators that a rewritten graph calls.
 
 Those of a cache get a state tensor, find its store by word 7 and leave everything else to the
 store: a compiler may hand over a clone of the state tensor, whose addresses are out of date.
@@ -24,6 +24,7 @@ from kvcompile.runtime.masks import check_masks, check_unwritten, learn_starts
 from kvcompile.runtime.registry import find, read_anchor
 from kvcompile.runtime.rope import Rope, rope_of, rotate
 from kvcompile.runtime.store import PagedStore
+from kvcompile.runtime.variant import PLAIN, Variant
 
 _REGISTRY_WORD = 8 * KEY
 
@@ -135,6 +136,8 @@ def _append_attend(  # noqa: PLR0913 - the schema
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     rope_interleaved: bool = False,
+    *,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Append K and V, then attend with q over all tokens up to the new ones.
 
@@ -154,6 +157,7 @@ def _append_attend(  # noqa: PLR0913 - the schema
             unrotated; S' is S then.
         sin: The same.
         rope_interleaved: Which channels turn together, see `Rope`.
+        softcap: Bound of the scores, see `Variant`.
 
     Returns:
         [B, H, S', Dv], in memory [B, S', H, Dv].
@@ -174,7 +178,8 @@ def _append_attend(  # noqa: PLR0913 - the schema
     if position is not None:
         # A static buffer shows its later tokens too, as far as it is read and the mask lets it.
         stored = min(max(stored, store.length), kv_len)
-    return _attend_stored(store, q, mask, is_causal, scale, (stored, kv_len), rope)
+    variant = PLAIN if softcap is None else Variant(softcap)
+    return _attend_stored(store, q, mask, is_causal, scale, (stored, kv_len), rope, variant)
 
 
 def _attend(
@@ -185,12 +190,15 @@ def _attend(
     scale: float,
     kv_len: int,
     head_dim_vo: int,
+    *,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attend with q [B, H, S, Dk] over a store that is only read; see `_append_attend`."""
     store = _store_of(state)
     assert store.layout.head_dim_vo == head_dim_vo
     lengths = min(store.length, kv_len), kv_len
-    return _attend_stored(store, q, mask, is_causal, scale, lengths, None)
+    variant = PLAIN if softcap is None else Variant(softcap)
+    return _attend_stored(store, q, mask, is_causal, scale, lengths, None, variant)
 
 
 def _attend_stored(
@@ -201,6 +209,7 @@ def _attend_stored(
     scale: float,
     lengths: tuple[int, int],
     rope: Rope | None,
+    variant: Variant,
 ) -> torch.Tensor:
     """Attend over the first tokens of a store.
 
@@ -212,6 +221,7 @@ def _attend_stored(
         scale: Factor on the scores.
         lengths: Tokens that are stored, and columns of the mask.
         rope: What q turns by on its way in, if it comes unrotated.
+        variant: What the attention does beside scaling and masking.
     """
     queries, (stored, kv_len) = q.shape[2], lengths
     if not queries or not stored:
@@ -223,14 +233,30 @@ def _attend_stored(
     elif mask is not None or store.is_padded or kv_len > stored:
         check_masks(store, mask, is_causal, stored, kv_len)
     if launch.reads_pages(store, queries):
-        return launch.attend(store, q, mask, is_causal, scale, stored, rope)
+        return launch.attend(store, q, mask, is_causal, scale, stored, rope, variant)
     k, v = store.dense_for_chunk(stored)
     if mask is not None and mask.shape[-1] > stored:
         mask = mask[..., :stored]
+    if variant is not PLAIN:
+        return variant.attend(q, k, v, mask, is_causal, scale)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True
     )
     return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _attend_dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+    *,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attend with q [B, H, S, Dk] over dense K and V; see `Variant.attend`."""
+    return Variant(softcap).attend(q, k, v, mask, is_causal, scale)
 
 
 def _materialize(
@@ -248,6 +274,7 @@ for device_key in ("CPU", "CUDA"):
     library.impl("append", _append, device_key)
     library.impl("append_attend", _append_attend, device_key)
     library.impl("attend", _attend, device_key)
+    library.impl("attend_dense", _attend_dense, device_key)
 library.impl("linear", linear, "CPU")
 library.impl("materialize", _materialize, "CPU")
 

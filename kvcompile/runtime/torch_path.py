@@ -23,8 +23,8 @@ from kvcompile.codegen.state import (
     ROTARY,
     STARTS,
 )
-from kvcompile.reference.attention import attention
 from kvcompile.runtime.rope import Rope, rotate
+from kvcompile.runtime.variant import PLAIN, Variant
 
 if TYPE_CHECKING:
     from kvcompile.codegen.layout import RecordLayout
@@ -245,6 +245,7 @@ def attend(
     scale: float,
     kv_len: int,
     rope: Rope | None = None,
+    variant: Variant = PLAIN,
 ) -> torch.Tensor:
     """Return attention of q [B, H, S, Dk] over the stored tokens; see `launch.attend`."""
     if rope is not None:
@@ -264,5 +265,4 @@ def attend(
             bias = bias.masked_fill(~given, -torch.inf)
         else:
             bias = (bias + given.to(compute)).masked_fill(~visible, -torch.inf)
-    out = attention(q.to(compute), k, v, mask=bias, scale=scale).to(q.dtype)
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
+    return variant.attend(q, k, v, bias, False, scale)

@@ -25,13 +25,20 @@ library.define(
 library.define(
     "append_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) state, SymInt past_len,"
     " Tensor? position, Tensor? mask, bool is_causal, float scale, SymInt kv_len,"
-    " Tensor? cos=None, Tensor? sin=None, bool rope_interleaved=False) -> Tensor",
+    " Tensor? cos=None, Tensor? sin=None, bool rope_interleaved=False, *, float? softcap=None)"
+    " -> Tensor",
     tags=_ANY_STRIDES,
 )
 # What is only read may be read by several steps at once: no state that a compiler would clone.
 library.define(
     "attend(Tensor q, Tensor state, Tensor? mask, bool is_causal, float scale, SymInt kv_len,"
-    " int head_dim_vo) -> Tensor",
+    " int head_dim_vo, *, float? softcap=None) -> Tensor",
+    tags=_ANY_STRIDES,
+)
+# Over the new tokens alone, where scaled_dot_product_attention does not know what a model does.
+library.define(
+    "attend_dense(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale, *,"
+    " float? softcap=None) -> Tensor",
     tags=_ANY_STRIDES,
 )
 library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
@@ -42,6 +49,7 @@ library.define(
 APPEND = torch.ops.kvcompile.append.default
 APPEND_ATTEND = torch.ops.kvcompile.append_attend.default
 ATTEND = torch.ops.kvcompile.attend.default
+ATTEND_DENSE = torch.ops.kvcompile.attend_dense.default
 LINEAR = torch.ops.kvcompile.linear.default
 MATERIALIZE = torch.ops.kvcompile.materialize.default
 
@@ -73,6 +81,8 @@ def _append_attend_fake(  # noqa: PLR0913 - the schema
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     rope_interleaved: bool = False,
+    *,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     return _result(q, v.shape[3])
 
@@ -86,8 +96,24 @@ def _attend_fake(
     scale: float,
     kv_len: int,
     head_dim_vo: int,
+    *,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     return _result(q, head_dim_vo)
+
+
+@torch.library.register_fake("kvcompile::attend_dense", lib=library)  # type: ignore[untyped-decorator]
+def _attend_dense_fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+    *,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    return _result(q, v.shape[3])
 
 
 def _result(q: torch.Tensor, head_dim_vo: int) -> torch.Tensor:

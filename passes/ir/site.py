@@ -12,8 +12,36 @@ MaskKind = Literal["none", "causal", "bool", "additive"]
 
 
 @dataclass(frozen=True, eq=False)
+class Bias:
+    """What is added to scores beside the mask.
+
+    Attributes:
+        node: Broadcasts to `[B, H, S, T]`, or to `[B * H, S, T]`.
+        factor: What it is multiplied by.
+        joined: Whether batch and heads are one dimension.
+    """
+
+    node: fx.Node
+    factor: float = 1.0
+    joined: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """A tensor that scores are multiplied with, or divided by: the same for all keys.
+
+    Attributes:
+        node: Broadcasts to `[B, H, S, 1]`.
+        divides: Whether scores are divided by it.
+    """
+
+    node: fx.Node
+    divides: bool
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionSite:
-    """`out = softmax(scale * q kᵀ + mask) v`, found in a graph.
+    """`out = softmax(cap(scale * q kᵀ) + mask) v`, found in a graph.
 
     Letters: B batch, S query tokens, T key tokens, H query heads, K KV heads, D head dims.
 
@@ -30,6 +58,10 @@ class AttentionSite:
         mask_kind: `bool`: True is visible, or hidden (below); `additive`: added to the scores.
         mask_hides: True if a True entry of a boolean mask hides the key (`masked_fill`).
         scale: Factor of the scores.
+        softcap: The scaled scores become softcap * tanh(score / softcap), if it is given.
+        sinks: `[H]`, a logit per query head that joins the softmax, or None.
+        biases: What is added beside the mask.
+        factors: Tensors that the scores are scaled by, before the cap.
     """
 
     index: int
@@ -44,6 +76,16 @@ class AttentionSite:
     mask_kind: MaskKind
     mask_hides: bool
     scale: float
+    softcap: float | None = None
+    sinks: fx.Node | None = None
+    biases: tuple[Bias, ...] = ()
+    factors: tuple[Factor, ...] = ()
+
+    @property
+    def beside(self) -> tuple[fx.Node, ...]:
+        """The operands beside keys and values, which a rewritten attention has too."""
+        others = (*(bias.node for bias in self.biases), *(f.node for f in self.factors))
+        return tuple(n for n in (self.q, self.mask, self.sinks, *others) if n is not None)
 
     @property
     def num_q_heads(self) -> int:

@@ -78,8 +78,8 @@ def _is_canonical(node: fx.Node) -> bool:
 def _matched(program: Program) -> None:
     alive = set(program.graph.nodes)
     for site in program.sites:
-        for node in (site.out, site.q, site.k, site.v, site.mask):
-            _require(node is None or node in alive, program, node, "a site's nodes are alive")
+        for node in (site.out, site.k, site.v, *site.beside):
+            _require(node in alive, program, node, "a site's nodes are alive")
 
 
 def _inferred(program: Program) -> None:

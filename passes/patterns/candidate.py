@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import fx
 
-    from kvcompile.passes.ir.site import MaskKind
+    from kvcompile.passes.ir.site import Bias, Factor, MaskKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,3 +23,7 @@ class Candidate:
     mask_kind: MaskKind
     mask_hides: bool
     scale: float
+    softcap: float | None = None
+    sinks: fx.Node | None = None
+    biases: tuple[Bias, ...] = ()
+    factors: tuple[Factor, ...] = ()

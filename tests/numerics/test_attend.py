@@ -11,6 +11,7 @@ import torch
 from kvcompile.codegen.cpu.compile import Kernel, load
 from kvcompile.codegen.cpu.isa import available_isas
 from kvcompile.codegen.spec import IsaName, KernelSpec
+from kvcompile.runtime import torch_path
 from tests.support.numerics import DTYPES, Case, Problem, run_attend
 
 pytestmark = pytest.mark.compiler
@@ -20,6 +21,9 @@ ISAS = available_isas()
 PLAIN = Case()
 FEW = Case(queries="few", mask="bool", group=2)
 ADDITIVE = Case(mask="additive", mask_dtype="fp32", dtype="fp32", dims=(32, 32), group=1)
+CAPPED = Case(
+    softcap=1.5, mask="additive", mask_dtype="fp32", dtype="fp32", dims=(32, 32), queries="few"
+)
 
 CASES = [
     PLAIN,
@@ -37,6 +41,8 @@ CASES = [
     Case(dims=(5, 8), group=6, mask="bool", page_size=16),
     Case(dtype="fp16", dims=(64, 40), group=9, queries="few"),
     Case(dtype="fp32", store="fp16", dims=(32, 24), group=2, mask="causal", queries="few"),
+    CAPPED,
+    Case(softcap=30.0, group=2, mask="causal", queries="few", page_size=16),
 ]
 
 
@@ -75,6 +81,7 @@ def problem(
         kv_len,
         random_mask(case, len(starts), queries, kv_len),
         causal=case.mask == "causal",
+        softcap=case.softcap,
     )
 
 
@@ -184,6 +191,34 @@ def test_pages_beyond_two_gibibytes(isa: IsaName, slab_shift: int) -> None:
     kernel = attend_kernel(PLAIN, isa)
     far = Problem(store, near.q, 100)
     assert torch.equal(run_attend(kernel, far), run_attend(kernel, near))
+
+
+def test_a_soft_cap_bites(isa: IsaName) -> None:
+    """Without it, and with one of another height, the outputs would be others."""
+    given = problem(CAPPED, 300, (0, 7), 3)
+    out = run_attend(attend_kernel(CAPPED, isa), given)
+    given.check(out)
+    for other in (None, 1.6):
+        with pytest.raises(AssertionError, match="bound"):
+            replace(given, softcap=other).check(out)
+
+
+def test_scores_beyond_any_cap_become_the_cap(isa: IsaName) -> None:
+    """Scores of 1e30, and of infinity, weigh as much as the cap says."""
+    plain = problem(CAPPED, 20, (0,), 1)
+    kernel = attend_kernel(CAPPED, isa)
+    for size in (1e30, 1e38):
+        given = replace(plain, q=plain.q * size)
+        given.check(run_attend(kernel, given))
+
+
+def test_a_soft_cap_hides_no_nan(isa: IsaName) -> None:
+    k, v = CAPPED.new_tokens(1, 20)
+    k[:, :, 3] = math.nan
+    store = CAPPED.empty_store(20)
+    torch_path.append(store, k, v, 0)
+    given = Problem(store, CAPPED.new_queries(1, 1), 20, torch.zeros(1, 1, 1, 20), softcap=1.5)
+    assert run_attend(attend_kernel(CAPPED, isa), given).isnan().all()
 
 
 def test_senseless_arguments_are_refused(isa: IsaName) -> None:

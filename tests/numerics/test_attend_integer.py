@@ -90,6 +90,7 @@ CASES = [
         compute="int8",
         rotary=Rotary(64),
     ),
+    replace(PLAIN, softcap=2.0, group=2),
 ]
 """Every format as K and as V; blocks of one to six rows; odd numbers of vectors everywhere."""
 
@@ -112,7 +113,7 @@ class Attention:
     @property
     def problem(self) -> Problem:
         store = self.case.quantized_store(self.k, self.v, residual=RESIDUAL, seed=self.seed)
-        return Problem(store, self.q, self.k.shape[2], self.mask)
+        return Problem(store, self.q, self.k.shape[2], self.mask, softcap=self.case.softcap)
 
     def run(self, kernel: Kernel[KernelSpec] | None = None, threads: int = 1) -> torch.Tensor:
         kernel = kernel or load(self.case.spec("avx512", "attend"))
@@ -144,6 +145,7 @@ class Attention:
             page_size=case.page_size,
             chunk=case.chunk,
             exact=(exact_k.double(), exact_v.double()),
+            softcap=None if case.softcap is None else case.softcap / math.log(2),
         )
 
     def excess(self, out: torch.Tensor, *, rounded: bool) -> float:

@@ -39,6 +39,7 @@ ADDITIVE = QuantizedCase(
 )
 
 TURNING = QuantizedCase(dims=(128, 128), group=7, rotary=Rotary(128))
+CAPPED = replace(FEW, k_format="int4", v_format="int8", dtype="fp32", softcap=1.5)
 
 CASES = [
     PLAIN,
@@ -91,6 +92,7 @@ CASES = [
         rotary=Rotary(32, interleaved=True),
     ),
     QuantizedCase(k_format="int2", v_format="fp16", dtype="fp16", dims=(24, 24), rotary=Rotary(6)),
+    CAPPED,
 ]
 """Every format as K and as V, and no two neighbours with the same numbers."""
 
@@ -272,7 +274,11 @@ def test_no_scale_is_ignored(isa: IsaName) -> None:
         assert torch.equal(outs[2], 2 * outs[0])
 
 
-CODED = [case for case in CASES if case.v_format != "fp16" and case.mask != "causal"]
+CODED = [
+    case
+    for case in CASES
+    if case.v_format != "fp16" and case.mask != "causal" and case.softcap is None
+]
 
 
 @pytest.mark.parametrize("case", CODED, ids=str)
@@ -306,6 +312,15 @@ def test_every_code_of_v_is_decoded_exactly(case: QuantizedCase, isa: IsaName) -
             assert torch.equal(expected, v[:, :, token])
         out = run_attend(kernel, Problem(store, q, tokens, mask))[:, :, 0]
         assert torch.equal(out, expected.repeat_interleave(case.group, 1).to(q.dtype))
+
+
+def test_a_soft_cap_bites(isa: IsaName) -> None:
+    """In quantized pages, in sinks and in the ring."""
+    given = problem(CAPPED, 300, (0, 90), 3, residual=33)
+    out = run_attend(attend_kernel(CAPPED, isa), given)
+    given.check(out)
+    with pytest.raises(AssertionError, match="bound"):
+        replace(given, softcap=None).check(out)
 
 
 MUTATIONS = {

@@ -47,12 +47,12 @@ def test_softmax_without_a_mask() -> None:
     assert program.sites[0].mask_kind == "none"
 
 
-def test_a_capped_score_is_refused_with_the_line_and_the_nearest_pattern() -> None:
-    program, _ = capture(Softmax("tanh").eval(), *qkv(1), past(7), VISIBLE)
+def test_another_softmax_is_refused_with_the_line_and_the_nearest_pattern() -> None:
+    program, _ = capture(Softmax("sigmoid").eval(), *qkv(1), past(7), VISIBLE)
     (remark,) = program.remarks
-    assert (remark.kind, remark.code) == ("missed", "KVC116")
+    assert (remark.kind, remark.code) == ("missed", "KVC112")
     assert remark.where.startswith("attentions.py:")
-    assert remark.near_miss == "softmax attention, 1 of 4 parts"
+    assert remark.near_miss == "softmax attention, 2 of 4 parts"
     assert remark.hint
 
 

@@ -75,8 +75,8 @@ class Softmax(Sdpa):
             return scores.masked_fill(~mask, float("-inf"))
         if self.masking == "where":
             return torch.where(mask, scores, torch.finfo(scores.dtype).min)
-        if self.masking == "tanh":
-            return 30.0 * torch.tanh(scores / 30.0)
+        if self.masking == "sigmoid":
+            return torch.sigmoid(scores)
         return scores + torch.where(mask, 0.0, torch.finfo(scores.dtype).min)
 
 

@@ -248,19 +248,7 @@ def expected(pages: GpuPages, q: torch.Tensor, *, mask: torch.Tensor | None = No
     case, bias = pages.case, bias_of(pages, q, mask)
     if case.latent:
         return attention(q.double(), torch.cat([pages.k, pages.v], -1), pages.k, mask=bias)
-    if case.softcap is None:
-        return attention(q.double(), pages.k, pages.v, mask=bias)
-    return capped_attention(q.double(), pages.k, pages.v, bias, case.softcap)
-
-
-def capped_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, cap: float
-) -> torch.Tensor:
-    """Return softmax(cap tanh(q K^T / sqrt(D) / cap) + bias) V (Gemma 2)."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = cap * torch.tanh(q @ k.mT / math.sqrt(q.shape[-1]) / cap) + bias
-    return torch.softmax(scores, -1).nan_to_num(0) @ v
+    return attention(q.double(), pages.k, pages.v, mask=bias, softcap=case.softcap)
 
 
 def worst_error(out: torch.Tensor, reference: torch.Tensor) -> float:

@@ -21,6 +21,7 @@ from kvcompile.codegen.formats.grouped import pack_scales, unpack_scales
 from kvcompile.codegen.formats.integer import IntegerFormat
 from kvcompile.codegen.layout import RecordLayout
 from kvcompile.codegen.rotary import MEANS, add_means
+from tests.support.numerics import TANH_ERROR
 from tests.support.rotary import mean_sizes
 
 UNIT = 2.0**-24
@@ -108,6 +109,7 @@ class IntegerAttention:
         chunk: Tokens per partial result.
         exact: float64 keys and values of the tokens that are not quantized. They come behind the
             others in `bias`, and leave partial results of their own.
+        softcap: The bound of the scores, in units of log2.
     """
 
     q: torch.Tensor
@@ -117,6 +119,7 @@ class IntegerAttention:
     page_size: int
     chunk: int = 256
     exact: tuple[torch.Tensor, torch.Tensor] | None = None
+    softcap: float | None = None
 
     def output(self, *, rounded: bool) -> torch.Tensor:
         """Return the output, float64 [..., R, Dv], with queries rounded to int8 or not."""
@@ -143,6 +146,8 @@ class IntegerAttention:
         below = self._below(rounded).masked_fill(~seen, 0)
         error = self.score_error(rounded=rounded)
         error = error + UNIT * (scores + 3 * bias + 2 * below + 24)
+        if self.softcap is not None:  # see `Problem.bound`
+            error = error + (TANH_ERROR + 4 * UNIT) * (scores + bias)
         weights = self._weights(rounded)
         out = weights @ values
 
@@ -260,6 +265,8 @@ class IntegerAttention:
         scores = self.rounded_scores() if rounded else q @ self.k.values.mT
         if self.exact is not None:
             scores = torch.cat([scores, q @ self.exact[0].mT], -1)
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
         return scores + self.bias
 
     def _below(self, rounded: bool) -> torch.Tensor:

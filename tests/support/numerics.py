@@ -23,6 +23,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UNIT = 2.0**-24
 """Unit roundoff of fp32, in which everything is accumulated."""
 
+TANH_ERROR = 2.0**-21
+"""What the tanh of the kernels is off by, relatively."""
+
 OUTPUT_UNIT = {torch.float32: UNIT, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 
@@ -41,6 +44,7 @@ class Case:
     mask_dtype: DTypeName | None = None
     queries: Queries = "one"
     chunk: int = 256
+    softcap: float | None = None
 
     def __str__(self) -> str:
         return self.spec("portable", "attend").symbol.removeprefix("attend_portable_")
@@ -63,6 +67,7 @@ class Case:
             mask_dtype=self.mask_dtype if attend else None,
             queries=self.queries if attend else None,
             chunk=self.chunk if attend else None,
+            softcap=self.softcap if attend else None,
         )
 
     @property
@@ -143,6 +148,7 @@ class Problem:
     mask: torch.Tensor | None = None
     causal: bool = False
     hidden: int = 0
+    softcap: float | None = None
 
     @property
     def scale(self) -> float:
@@ -167,7 +173,8 @@ class Problem:
     def reference(self) -> torch.Tensor:
         """Return the float64 attention over what is stored."""
         k, v = (self.store.stored(role, self.kv_len).double() for role in ("k", "v"))
-        return attention(self.q.double(), k, v, mask=self.bias(), scale=self.scale)
+        q, bias = self.q.double(), self.bias()
+        return attention(q, k, v, mask=bias, scale=self.scale, softcap=self.softcap)
 
     def bound(self, chunk: int) -> torch.Tensor:
         """Return how far an fp32 kernel with one rounding at the end may be from the reference.
@@ -178,6 +185,9 @@ class Problem:
           (the factor, the product): its error is at most (D/2 + 6) u A, A the sum of |q k|;
           a bias adds its two roundings, and that of the sum. A bias beyond 1e30 swallows every
           score without a trace, in fp32 as in float64.
+        * a soft cap c shrinks errors, for tanh is nowhere steeper than 1. It adds 2^-21 of the
+          capped score, the error of tanh, and 4 u: two factors and their products, which move the
+          argument and with it tanh by no more than their own relative error.
         * the weight 2^(s - m) has the relative error ln2 (error of s) + ln2 u |m - s| for the two
           subtractions (the token from its chunk, the chunk from all), and 16 u for the two powers
           of two (polynomial 2^-21 each, library 2^-23). m itself cancels. Weights below 2^-126
@@ -200,10 +210,16 @@ class Problem:
         )
         extra = self.store.extra_roundings
         log2e = 1 / math.log(2)
-        scores = q @ k.mT * self.scale + bias
+        scores = q @ k.mT * self.scale
+        cap_error = torch.zeros(())
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+            cap_error = (TANH_ERROR + 4 * UNIT) * scores.abs() * log2e
+        scores = scores + bias
         size = q.abs() @ k_size.mT * self.scale * log2e
         finite = bias.masked_fill(bias.abs() > 1e30, 0).abs() * log2e
         score_error = UNIT * ((q.shape[-1] / 2 + 6 + extra) * size + 3 * finite + size + finite)
+        score_error = score_error + cap_error
 
         highest = scores.amax(-1, keepdim=True)
         below = ((highest - scores) * log2e).nan_to_num(0, 0, 0)

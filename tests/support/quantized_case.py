@@ -117,4 +117,5 @@ class QuantizedCase(Case):
         )
         q = self.new_queries(len(starts), queries)
         kv_len = stored if kv_len is None else kv_len
-        return Problem(store, q, kv_len, mask, causal=self.mask == "causal")
+        causal = self.mask == "causal"
+        return Problem(store, q, kv_len, mask, causal=causal, softcap=self.softcap)

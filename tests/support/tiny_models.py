@@ -36,7 +36,7 @@ CacheLayout = Literal["BHTD", "BTHD"]
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def _ready(model: Model, dtype: torch.dtype) -> Model:
+def ready(model: Model, dtype: torch.dtype) -> Model:
     """Return a model in evaluation mode, its weights converted."""
     nn.Module.eval(model)
     nn.Module.to(model, dtype)
@@ -70,7 +70,7 @@ def tiny_llama(
     )
     config._attn_implementation = attention
     torch.manual_seed(seed)
-    return _ready(LlamaForCausalLM(config), dtype)
+    return ready(LlamaForCausalLM(config), dtype)
 
 
 def tiny_qwen2(
@@ -107,7 +107,7 @@ def tiny_qwen2(
     for name, parameter in model.named_parameters():
         if name.endswith("_proj.bias"):
             nn.init.normal_(parameter, std=k_bias if "k_proj" in name else 1.0)
-    return _ready(model, dtype)
+    return ready(model, dtype)
 
 
 def tiny_gpt2(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> GPT2LMHeadModel:
@@ -124,7 +124,7 @@ def tiny_gpt2(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> GPT2LMHea
         pad_token_id=0,
     )
     torch.manual_seed(seed)
-    return _ready(GPT2LMHeadModel(config), dtype)
+    return ready(GPT2LMHeadModel(config), dtype)
 
 
 def tiny_gptj(
@@ -144,7 +144,7 @@ def tiny_gptj(
         pad_token_id=0,
     )
     torch.manual_seed(seed)
-    return _ready(GPTJForCausalLM(config), dtype)
+    return ready(GPTJForCausalLM(config), dtype)
 
 
 def tiny_neox(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> GPTNeoXForCausalLM:
@@ -163,7 +163,7 @@ def tiny_neox(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> GPTNeoXFo
         pad_token_id=0,
     )
     torch.manual_seed(seed)
-    return _ready(GPTNeoXForCausalLM(config), dtype)
+    return ready(GPTNeoXForCausalLM(config), dtype)
 
 
 class NanoAttention(nn.Module):

@@ -1,0 +1,59 @@
+"""What some attentions do to scores beside scaling and masking them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kvcompile.reference.attention import attention
+
+
+class Variant(NamedTuple):
+    """What an attention does beyond softmax(q K^T * scale + mask) V; see `reference.attention`.
+
+    Attributes:
+        softcap: Bound of the scaled scores.
+    """
+
+    softcap: float | None = None
+
+    @property
+    def key(self) -> object:
+        """What decides about the kernel."""
+        return self.softcap
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> torch.Tensor:
+        """Return attention over dense K and V in plain torch, [B, H, S, Dv] of q's dtype.
+
+        Args:
+            q: Queries [B, H, S, Dk].
+            k: [B, K, T, Dk].
+            v: [B, K, T, Dv].
+            mask: Broadcasts to [B, H, S, T]; bool (True is visible) or additive.
+            causal: Query token s sees the tokens t <= s.
+            scale: Factor of the scores.
+        """
+        compute = torch.promote_types(q.dtype, torch.float32)
+        out = attention(
+            q.to(compute),
+            k.to(compute),
+            v.to(compute),
+            mask=mask,
+            causal=causal,
+            scale=scale,
+            softcap=self.softcap,
+        ).to(q.dtype)
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+PLAIN = Variant()
+"""An attention that does no more than that."""

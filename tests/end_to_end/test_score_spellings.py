@@ -1,0 +1,158 @@
+"""Attentions that do more to scores than scale and mask them, or say that in another way.
+
+Each is a module of a few operators that caches K and V: a prefill and steps over pages must give
+what the module gives by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kvcompile
+from tests.support.attentions import Pair, repeat
+from tests.support.compiled import compiled
+from tests.support.programs import qkv
+
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("fresh_dynamo")]
+
+HEADS, DIM = 4, 8
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])[:, None, None]
+Score = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Scored(nn.Module):
+    """Attention whose scores are a function of q [B, H, S, D], k [B, H, T, D] and a mask."""
+
+    def __init__(self, score: Score) -> None:
+        super().__init__()
+        self.score = score
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, past: Pair | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = -k, -v
+        if past is not None:
+            k, v = torch.cat([past[0], k], dim=-2), torch.cat([past[1], v], dim=-2)
+        queries, tokens = q.shape[2], k.shape[2]
+        hidden = torch.arange(tokens) > (tokens - queries + torch.arange(queries))[:, None]
+        mask = torch.zeros(1, 1, queries, tokens).masked_fill(hidden, torch.finfo(q.dtype).min)
+        return self.attend(q, repeat(k, 2), repeat(v, 2), mask), k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return torch.softmax(self.score(q, k, mask), dim=-1) @ v
+
+
+class Joined(Scored):
+    """With batch and heads in one dimension, as BLOOM multiplies."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        batch, heads, queries, dim = q.shape
+        q, k, v = (x.reshape(batch * heads, -1, dim) for x in (q, k, v))
+        scores = self.score(q, k.transpose(1, 2), mask)
+        weights = torch.softmax(scores.view(batch, heads, queries, -1) + mask, dim=-1)
+        out = torch.bmm(weights.view(batch * heads, queries, -1), v)
+        return out.view(batch, heads, queries, dim).transpose(1, 2)
+
+
+def gemma2(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    scores = q @ k.transpose(2, 3) * 0.4
+    return torch.tanh(scores / 1.5) * 1.5 + mask
+
+
+def grok(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    """A factor inside that is not the inverse of the one outside."""
+    return mask + 1.5 * torch.tanh(q @ k.transpose(2, 3) * 0.2)
+
+
+def scale_of_heads(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    return q @ k.transpose(2, 3) * (1 + SLOPES) + mask
+
+
+def divided_by_a_tensor(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    return torch.matmul(q, k.mT) / torch.sqrt(torch.tensor(float(DIM))) + mask
+
+
+def scaled_keys(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    root = math.sqrt(math.sqrt(DIM))
+    return (q / root) @ (k / root).transpose(-1, -2) + mask
+
+
+def in_place(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    scores = q @ k.transpose(2, 3)
+    scores /= math.sqrt(DIM)
+    scores += mask
+    return scores
+
+
+def falcon(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    """The bias is scaled too, and the mask is not."""
+    logits = q @ k.transpose(2, 3) + SLOPES * torch.arange(k.shape[2])
+    logits *= 0.3
+    return logits + mask
+
+
+def mpt(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    scores = q @ k.transpose(2, 3) * 0.3 + SLOPES * torch.arange(1 - k.shape[2], 1)
+    return scores.masked_fill(mask < 0, torch.finfo(q.dtype).min)
+
+
+def t5(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    scores = q @ k.transpose(2, 3)
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2]) + k.shape[2]
+    scores += torch.sin(distance * SLOPES).unsqueeze(0)
+    return torch.where(mask < 0, -1e9, scores)
+
+
+def bloom(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    alibi = (SLOPES * torch.arange(k.shape[2])).repeat(2, 1, 1)
+    return alibi.baddbmm(batch1=q, batch2=k, beta=0.5, alpha=0.3)
+
+
+SPELLINGS: dict[str, Scored] = {
+    score.__name__: Scored(score)
+    for score in (
+        gemma2,
+        grok,
+        scale_of_heads,
+        divided_by_a_tensor,
+        scaled_keys,
+        in_place,
+        falcon,
+        mpt,
+        t5,
+    )
+} | {"bloom": Joined(bloom)}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_prefill_and_steps_over_pages(name: str) -> None:
+    torch.manual_seed(0)
+    model = SPELLINGS[name]
+    run = compiled(model)
+    with torch.no_grad():
+        new = qkv(40)
+        expected, *past = model(*new)
+        out, *pages = run(*new)
+        torch.testing.assert_close(out, expected)
+        for _ in range(2):
+            new = qkv(1)
+            expected, *past = model(*new, past)
+            out, *pages = run(*new, pages)
+            torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
+    report = kvcompile.memory_report(pages)
+    assert report.materializations == {}
+    assert report.stored == sum(x.numel() * 4 for x in past)
+
+
+def test_a_sharp_cap_matters() -> None:
+    """The cap of these tests bites: without it the module gives something else."""
+    new = qkv(40)
+    with torch.no_grad():
+        capped = Scored(gemma2)(*new)[0]
+        plain = Scored(lambda q, k, mask: q @ k.transpose(2, 3) * 0.4 + mask)(*new)[0]
+    assert (capped - plain).abs().max() > 1e-2

@@ -1,0 +1,32 @@
+"""Tiny transformers models that do more to scores than scale and mask them; see `tiny_models`."""
+
+from __future__ import annotations
+
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from tests.support.tiny_models import MAX_POSITIONS, VOCAB_SIZE, WEIGHT_STD, ready
+
+
+def tiny_gemma2(*, dtype: torch.dtype = torch.float32, softcap: float = 2.0) -> Gemma2ForCausalLM:
+    """Return a Gemma 2 of full layers alone, with a cap that its scores reach."""
+    config = Gemma2Config(
+        hidden_size=64,
+        intermediate_size=96,
+        head_dim=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=WEIGHT_STD,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=softcap,
+        layer_types=["full_attention"] * 2,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return ready(Gemma2ForCausalLM(config), dtype)
