@@ -87,12 +87,14 @@ class MergeSpec:
         head_dim_vo: Channels of the output.
         q_heads_per_kv_head: Query heads that share a KV head.
         most_splits: The most partial outputs of a row, a power of two.
+        sink_dtype: Type of the logits that join, one per query head, as in `KernelSpec`.
     """
 
     dtype: DTypeName
     head_dim_vo: int
     q_heads_per_kv_head: int
     most_splits: int
+    sink_dtype: DTypeName | None = None
     op: Literal["merge_splits"] = "merge_splits"
     target: Target = "gpu"
     isa: IsaName = "triton"
@@ -111,6 +113,7 @@ class MergeSpec:
     def symbol(self) -> str:
         """Name of the function, file, cache directory and test."""
         dims = f"d{self.head_dim_vo}_g{self.q_heads_per_kv_head}_n{self.most_splits}"
+        dims += f"_{sink_symbol(self.sink_dtype, self.dtype)}" if self.sink_dtype else ""
         return f"{self.op}_{self.isa}_{self.dtype}_{dims}"
 
     def __str__(self) -> str:
@@ -149,6 +152,9 @@ class KernelSpec:
             multiplies codes with the scaled query and weights, rounded to fp16.
         softcap: Bound of the scores, cap * tanh(score / cap), positive (attend only; Gemma 2,
             https://arxiv.org/abs/2408.00118).
+        sink_dtype: Type of a logit per query head that joins the softmax and is dropped behind it:
+            `dtype` or "fp32" (attend only; gpt-oss, https://arxiv.org/abs/2508.10925). The logits
+            are an argument.
         sliding_window: Most recent tokens that a query sees, itself included (attend only).
         slides: Whether rows may have stored tokens before column 0, which no query sees: their
             `starts` are below 0 then (attend only; sliding windows that leave tokens behind).
@@ -176,6 +182,7 @@ class KernelSpec:
     num_sink_tokens: int | None = None
     compute: Compute | None = None
     softcap: float | None = None
+    sink_dtype: DTypeName | None = None
     sliding_window: int | None = None
     slides: bool = False
     rotary: Rotary | None = None
@@ -197,7 +204,7 @@ class KernelSpec:
         else:
             extra = [
                 name
-                for name in (*fields, "softcap", "sliding_window", "slides")
+                for name in (*fields, "softcap", "sink_dtype", "sliding_window", "slides")
                 if getattr(self, name) not in (None, False)
             ]
             if extra:
@@ -258,6 +265,7 @@ class KernelSpec:
         if self.softcap is not None:
             cap = repr(float(self.softcap)).removesuffix(".0")
             parts.append("cap" + cap.replace(".", "_").replace("-", "m").replace("+", ""))
+        parts += [sink_symbol(self.sink_dtype, self.dtype)] if self.sink_dtype else []
         parts += [f"w{self.sliding_window}"] if self.sliding_window is not None else []
         parts += ["slides"] if self.slides else []
         parts += [f"rope{self.rope.size}"] if self.rope else []
@@ -265,3 +273,8 @@ class KernelSpec:
 
     def __str__(self) -> str:
         return self.symbol
+
+
+def sink_symbol(sink_dtype: DTypeName, dtype: DTypeName) -> str:
+    """Return the part of a symbol that says that logits join, and of which type they are."""
+    return "sink" if sink_dtype == dtype else f"sink{sink_dtype}"

@@ -360,7 +360,7 @@ def _feeds_only(node: fx.Node, site: AttentionSite) -> bool:
     val = node.meta.get("val")
     if isinstance(val, int | torch.SymInt):
         return not node.users
-    if not isinstance(val, torch.Tensor):
+    if not isinstance(val, torch.Tensor | tuple | list):  # several results, as `max` has
         return False
     return bool(node.users) and _reaches(node, site, depth=_STEPS)
 

@@ -15,6 +15,7 @@ from kvcompile.passes.plan_formats import EXACT_FORMATS
 
 if TYPE_CHECKING:
     from kvcompile.codegen.rotary import Rotary
+    from kvcompile.codegen.spec import DTypeName
     from kvcompile.passes.ir.plan import StreamPlan
     from kvcompile.passes.ir.site import AttentionSite
 
@@ -81,4 +82,13 @@ def _attend_spec(
         queries="one" if one else "few",
         compute=plan.compute,
         softcap=site.softcap,
+        sink_dtype=_sink_dtype(site),
     )
+
+
+def _sink_dtype(site: AttentionSite) -> DTypeName | None:
+    """Return the type that sink logits have in the kernel: that of the query, or fp32."""
+    if site.sinks is None:
+        return None
+    mine, its = (node.meta["val"].dtype for node in (site.sinks, site.q))
+    return EXACT_FORMATS[its] if mine == its else "fp32"

@@ -146,7 +146,8 @@ def _call(
 
 def _variant(site: AttentionSite) -> dict[str, fx.node.Argument]:
     """Return what the attention does beside scaling and masking, as arguments of operators."""
-    return {} if site.softcap is None else {"softcap": site.softcap}
+    given: dict[str, fx.node.Argument] = {"softcap": site.softcap, "sinks": site.sinks}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _append_attend(
@@ -352,6 +353,6 @@ def _erase_update(program: Program, stream: CacheStream) -> None:
 
 
 def _erase_readers(graph: fx.Graph, node: fx.Node) -> None:
-    for user in list(node.users):
-        _erase_readers(graph, user)
+    while node.users:  # two ways may lead to one reader
+        _erase_readers(graph, next(iter(node.users)))
     graph.erase_node(node)

@@ -60,6 +60,8 @@ def parameter_lines(spec: Spec) -> list[list[Parameter]]:
         lines += _tensor(word, "out_BHSD", "o", "bhs")
         lines += _angles(spec)
         lines += _tensor(f"const {mask_ctype(spec)}", "mask_BHST", "m", "bhst")
+        if spec.sink_dtype is not None:
+            lines.append([(f"const {CTYPE[spec.sink_dtype]}*", "sinks_H")])
     lines.append([("int64_t", name) for name in integers[spec.op]])
     if spec.op == "attend":
         lines.append([("float*", "scratch"), ("int64_t", "threads"), ("double", "scale")])

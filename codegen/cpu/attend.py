@@ -22,7 +22,7 @@ from kvcompile.codegen.cpu.rope import ROPE_ARGUMENTS, rope_fields, rotate_text
 from kvcompile.codegen.cpu.scalars import CTYPE, scalar_text
 from kvcompile.codegen.cpu.shape import AttendShape
 from kvcompile.codegen.cpu.text import join_sections, render
-from kvcompile.codegen.cpu.variants import call_cap, cap_text
+from kvcompile.codegen.cpu.variants import call_cap, cap_text, sink_argument, sink_field
 from kvcompile.codegen.cpu.words import words_text
 from kvcompile.codegen.source import KernelSource, Supported, Unsupported
 from kvcompile.codegen.spec import MOST_QUERIES, KernelSpec
@@ -39,7 +39,7 @@ struct Call {
   int64_t q_sb, q_sh, q_ss;
   $ctype* out_BHSD;
   int64_t o_sb, o_sh, o_ss;
-$rope_fields$mask_fields  int64_t num_kv_heads, query_len, kv_len, most_chunks;
+$rope_fields$mask_fields$sink_field  int64_t num_kv_heads, query_len, kv_len, most_chunks;
   float* scratch;
   double scale;
 };
@@ -176,7 +176,7 @@ extern "C" int64_t ${symbol}_scratch_bytes(
 $signature
   if ($bad_query_len || kv_len < 0 || num_kv_heads < 1) return 1;
 $before  const Call call{Store(state), q_BHSD, q_sb, q_sh, q_ss, out_BHSD, o_sb, o_sh, o_ss,
-$rope_arguments$mask_arguments                  num_kv_heads, query_len, kv_len,
+$rope_arguments$mask_arguments$sink_argument                  num_kv_heads, query_len, kv_len,
                   $chunks, scratch, scale};
   if (threads > 1 && call.store.batch * num_kv_heads * kv_len * query_len > 768) {
 #pragma omp parallel num_threads(int(threads))
@@ -209,6 +209,11 @@ class AttendGenerator:
             return Unsupported(
                 f"a {spec.mask_dtype} mask with {spec.dtype} queries",
                 f"Convert the mask to fp32 or {spec.dtype}.",
+            )
+        if spec.sink_dtype not in (None, "fp32", spec.dtype):
+            return Unsupported(
+                f"{spec.sink_dtype} sink logits with {spec.dtype} queries",
+                f"Convert them to fp32 or {spec.dtype}.",
             )
         if spec.queries == "many":
             return Unsupported("many query tokens on a CPU", f"At most {MOST_QUERIES} are printed.")
@@ -243,7 +248,7 @@ def _vocabulary(shape: AttendShape) -> list[str]:
     if spec.is_grouped:
         storage.add(spec.dtype)
         shapes.append(shape.window)
-    scalars: set[str] = {spec.dtype} | ({spec.mask_dtype} if spec.mask_dtype else set())
+    scalars: set[str] = {name for name in (spec.dtype, spec.mask_dtype, spec.sink_dtype) if name}
     if not isa.f16c:
         scalars |= storage
     texts = [
@@ -335,6 +340,7 @@ def _structs(shape: AttendShape, chunk: str) -> str:
         ctype=CTYPE[shape.spec.dtype],
         rope_fields=rope_fields(shape.spec),
         mask_fields=fields,
+        sink_field=sink_field(shape.spec),
         bias_field=bias,
         out_channels=shape.out_channels,
         chunk_struct=chunk,
@@ -364,5 +370,6 @@ def _main(shape: AttendShape) -> str:
         bad_query_len="query_len != 1" if one else "query_len < 1 || query_len > 16",
         before=ignored + (LONGEST if spec.slides else ""),
         rope_arguments="" if spec.rope is None else ROPE_ARGUMENTS,
+        sink_argument=sink_argument(spec),
         mask_arguments=f"{' ' * 18}mask_BHST, m_sb, m_sh, m_ss, m_st,\n" if has_mask else "",
     )

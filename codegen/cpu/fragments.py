@@ -10,6 +10,7 @@ from kvcompile.codegen.cpu.abi import mask_ctype
 from kvcompile.codegen.cpu.scalars import CTYPE, narrow, widen
 from kvcompile.codegen.cpu.shape import AttendShape
 from kvcompile.codegen.cpu.text import join_sections, render
+from kvcompile.codegen.cpu.variants import sink_parts
 from kvcompile.codegen.formats import TILE
 
 LOAD_QUERY = """
@@ -234,10 +235,10 @@ MERGE_SPLITS = """
 // merge_splits: out = sum of 2^(m_i - m) O_i / sum of 2^(m_i - m) l_i, in the order of the chunks
 static void merge_splits(const Call& call, int64_t b, int64_t h, int64_t row) {
   const int64_t chunks = chunks_of(call, b);
-  float m = -INFINITY;
+$sink  float m = $lowest;
   for (int64_t i = 0; i < chunks; ++i) m = std::max(m, partial(call, b, h, i).m[row]);
   alignas(64) float o[$out_channels] = {};
-  float l = 0.0f;
+  float l = $joined;
   for (int64_t i = 0; i < chunks; ++i) {
     const Partial part = partial(call, b, h, i);
     if (part.m[row] == -INFINITY) continue;  // nothing visible: O_i was not written
@@ -393,4 +394,5 @@ def merge_splits(shape: AttendShape) -> str:
         ctype=CTYPE[spec.dtype],
         head_dim=spec.head_dim_vo,
         narrowed=narrow(spec.dtype, "o[c] * inverse"),
+        **sink_parts(shape),
     )

@@ -1,12 +1,15 @@
-"""What some models do to scores on their way to the weights, in C++: a soft cap.
+"""What some models do to scores on their way to the weights, in C++: soft caps and sink logits.
 
-The cap of Gemma 2 (https://arxiv.org/abs/2408.00118) bounds the scaled scores before the mask.
+The cap of Gemma 2 (https://arxiv.org/abs/2408.00118) bounds the scaled scores before the mask. A
+sink logit (gpt-oss) is one more score of each row, with nothing behind it: one more partial result
+when partial results are merged, with m = sink, l = 1 and O = 0.
 """
 
 from __future__ import annotations
 
 import math
 
+from kvcompile.codegen.cpu.scalars import CTYPE, widen
 from kvcompile.codegen.cpu.shape import AttendShape
 from kvcompile.codegen.cpu.text import join_sections, render
 from kvcompile.codegen.spec import KernelSpec
@@ -37,6 +40,11 @@ static void cap(int rows, int tokens, float* s) {
 }
 """
 
+SINK = """
+  // a partial result of its own: m = sink, l = 1, O = 0
+  const float sink = $widened * 1.44269504f;
+"""
+
 CALL_CAP = "    cap(count, chunk.tokens, work.s);\n"
 
 
@@ -61,11 +69,39 @@ def call_cap(spec: KernelSpec) -> str:
     return "" if spec.softcap is None else CALL_CAP
 
 
+def sink_field(spec: KernelSpec) -> str:
+    """Print the field of a call that holds the sink logits, or nothing."""
+    return "" if spec.sink_dtype is None else f"  const {CTYPE[spec.sink_dtype]}* sinks_H;\n"
+
+
+def sink_argument(spec: KernelSpec) -> str:
+    """Print what the field is filled with, or nothing."""
+    return "" if spec.sink_dtype is None else f"{' ' * 18}sinks_H,\n"
+
+
+def sink_parts(shape: AttendShape) -> dict[str, str]:
+    """Return what merge_splits begins with: nothing, or the sink logit."""
+    dtype = shape.spec.sink_dtype
+    if dtype is None:
+        return {"sink": "", "lowest": "-INFINITY", "joined": "0.0f"}
+    word = widen(dtype, f"call.sinks_H[h * {shape.group} + row % {shape.group}]")
+    return {
+        "sink": render(SINK, widened=word) + "\n",
+        "lowest": "sink",
+        "joined": "sink == -INFINITY ? 0.0f : std::exp2(sink - m)",
+    }
+
+
 def variant_lines(spec: KernelSpec) -> list[str]:
     """Return the lines of a kernel's glossary."""
-    if spec.softcap is None:
-        return []
-    return [f"softcap {spec.softcap:g}: scores are cap * tanh(score / cap), before the mask"]
+    lines = []
+    if spec.softcap is not None:
+        lines.append(
+            f"softcap {spec.softcap:g}: scores are cap * tanh(score / cap), before the mask"
+        )
+    if spec.sink_dtype is not None:
+        lines.append(f"sinks_H {spec.sink_dtype}, a logit per query head that joins the softmax")
+    return lines
 
 
 def _literal(x: float) -> str:

@@ -115,6 +115,8 @@ def glossary(shape: GpuShape) -> list[str]:
         lines += [*window_lines(shape), f"products   {spec.compute}"]
     if spec.softcap is not None:
         lines.append(f"softcap    {spec.softcap:g}: scores are cap * tanh(score / cap)")
+    if spec.sink_dtype is not None:
+        lines.append("sinks      a logit per query head joins when partial outputs are merged")
     if spec.sliding_window is not None:
         lines.append(f"window     a query sees the last {spec.sliding_window} tokens up to its own")
     if spec.slides:

@@ -86,7 +86,11 @@ def gather_launcher(kernel: Kernel[KernelSpec]) -> Gather:
     return launch
 
 
-def attend_launcher(kernel: Kernel[KernelSpec], mask_dtype: torch.dtype | None) -> Attend:
+def attend_launcher(
+    kernel: Kernel[KernelSpec],
+    mask_dtype: torch.dtype | None,
+    sink_dtype: torch.dtype | None = None,
+) -> Attend:
     """Return `launch.attend` for one kind of store, query and mask."""
     pack, enter, threads = kernel.pack, kernel.enter, torch.get_num_threads
     scratch = scratch_of(kernel)
@@ -104,7 +108,6 @@ def attend_launcher(kernel: Kernel[KernelSpec], mask_dtype: torch.dtype | None) 
         rope: Rope | None,
         variant: Variant,
     ) -> torch.Tensor:
-        del variant
         kv_heads, batch = store.num_kv_heads, store.batch
         heads, shape = group * kv_heads, q.shape
         queries = shape[2]
@@ -122,6 +125,10 @@ def attend_launcher(kernel: Kernel[KernelSpec], mask_dtype: torch.dtype | None) 
             if mask_dtype is not None and mask.dtype != mask_dtype:
                 mask = mask.to(mask_dtype)
             mask_part = _mask_part(mask, (batch, heads, queries, kv_len))
+        sink_part: tuple[int, ...] = ()
+        if sink_dtype is not None:
+            sinks = variant.sinks_as(sink_dtype, heads)
+            sink_part = (sinks.data_ptr(),)
         words = pack(
             store.state.data_ptr(),
             *q_part,
@@ -131,6 +138,7 @@ def attend_launcher(kernel: Kernel[KernelSpec], mask_dtype: torch.dtype | None) 
             heads * v_dim,
             *angles,
             *mask_part,
+            *sink_part,
             kv_heads,
             queries,
             kv_len,

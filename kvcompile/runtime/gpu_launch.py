@@ -118,7 +118,7 @@ def gather_launcher(spec: KernelSpec) -> Callable[..., torch.Tensor]:
 
 
 def attend_launcher(
-    spec: KernelSpec, mask_dtype: torch.dtype | None
+    spec: KernelSpec, mask_dtype: torch.dtype | None, sink_dtype: torch.dtype | None = None
 ) -> Callable[..., torch.Tensor]:
     """Return `launch.attend` for one kind of store, query and mask."""
     override = read_override()
@@ -138,7 +138,7 @@ def attend_launcher(
         variant: Variant,
     ) -> torch.Tensor:
         nonlocal kernel, is_tuned
-        del causal, variant
+        del causal
         batch, kv_heads, queries = store.batch, store.num_kv_heads, q.shape[2]
         heads = group * kv_heads
         if q.shape != (batch, heads, queries, spec.head_dim_qk):
@@ -173,7 +173,8 @@ def attend_launcher(
         out = torch.empty((batch, queries, heads, dim), dtype=q.dtype, device=q.device)
         out = out.transpose(1, 2)
         merge = load(_merge_spec(spec, splits))
-        merge[(len(partial),)](partial, lse, splits, out, *out.stride()[:3], kv_heads, rows)
+        sinks = [] if sink_dtype is None else [variant.sinks_as(sink_dtype, heads)]
+        merge[(len(partial),)](partial, lse, splits, out, *out.stride()[:3], kv_heads, rows, *sinks)
         return out
 
     return launch
@@ -270,4 +271,5 @@ def _merge_spec(spec: KernelSpec, splits: int) -> MergeSpec:
         head_dim_vo=spec.head_dim_vo,
         q_heads_per_kv_head=spec.q_heads_per_kv_head,
         most_splits=1 << (splits - 1).bit_length(),
+        sink_dtype=spec.sink_dtype,
     )

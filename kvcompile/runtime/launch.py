@@ -309,6 +309,9 @@ def _new_attend(
         kind = "bool" if mask.dtype is torch.bool else "additive"
         if kind == "additive":
             mask_dtype = q.dtype if mask.dtype == q.dtype else torch.float32
+    sink_dtype = None
+    if variant.sinks is not None:
+        sink_dtype = q.dtype if variant.sinks.dtype == q.dtype else torch.float32
     fields = {
         "q_heads_per_kv_head": q.shape[1] // store.num_kv_heads,
         "mask": kind,
@@ -317,11 +320,12 @@ def _new_attend(
         "compute": store.compute,
         "slides": store.hidden > 0,
         "softcap": variant.softcap,
+        "sink_dtype": None if sink_dtype is None else DTYPE_NAMES[sink_dtype],
     }
     spec = _spec(store.layout, q.dtype, "attend", rope, fields)
     made = _made(
         spec,
-        lambda kernel: cpu_launch.attend_launcher(kernel, mask_dtype),
-        lambda spec: gpu_launch.attend_launcher(spec, mask_dtype),
+        lambda kernel: cpu_launch.attend_launcher(kernel, mask_dtype, sink_dtype),
+        lambda spec: gpu_launch.attend_launcher(spec, mask_dtype, sink_dtype),
     )
     return made or torch_path.attend

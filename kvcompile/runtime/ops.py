@@ -138,6 +138,7 @@ def _append_attend(  # noqa: PLR0913 - the schema
     rope_interleaved: bool = False,
     *,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Append K and V, then attend with q over all tokens up to the new ones.
 
@@ -158,6 +159,7 @@ def _append_attend(  # noqa: PLR0913 - the schema
         sin: The same.
         rope_interleaved: Which channels turn together, see `Rope`.
         softcap: Bound of the scores, see `Variant`.
+        sinks: [H], logits that join the softmax.
 
     Returns:
         [B, H, S', Dv], in memory [B, S', H, Dv].
@@ -178,11 +180,11 @@ def _append_attend(  # noqa: PLR0913 - the schema
     if position is not None:
         # A static buffer shows its later tokens too, as far as it is read and the mask lets it.
         stored = min(max(stored, store.length), kv_len)
-    variant = PLAIN if softcap is None else Variant(softcap)
+    variant = PLAIN if softcap is None and sinks is None else Variant(softcap, sinks)
     return _attend_stored(store, q, mask, is_causal, scale, (stored, kv_len), rope, variant)
 
 
-def _attend(
+def _attend(  # noqa: PLR0913 - the schema
     q: torch.Tensor,
     state: torch.Tensor,
     mask: torch.Tensor | None,
@@ -192,12 +194,13 @@ def _attend(
     head_dim_vo: int,
     *,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with q [B, H, S, Dk] over a store that is only read; see `_append_attend`."""
     store = _store_of(state)
     assert store.layout.head_dim_vo == head_dim_vo
     lengths = min(store.length, kv_len), kv_len
-    variant = PLAIN if softcap is None else Variant(softcap)
+    variant = PLAIN if softcap is None and sinks is None else Variant(softcap, sinks)
     return _attend_stored(store, q, mask, is_causal, scale, lengths, None, variant)
 
 
@@ -254,9 +257,10 @@ def _attend_dense(
     scale: float,
     *,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with q [B, H, S, Dk] over dense K and V; see `Variant.attend`."""
-    return Variant(softcap).attend(q, k, v, mask, is_causal, scale)
+    return Variant(softcap, sinks).attend(q, k, v, mask, is_causal, scale)
 
 
 def _materialize(

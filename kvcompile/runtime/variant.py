@@ -14,14 +14,31 @@ class Variant(NamedTuple):
 
     Attributes:
         softcap: Bound of the scaled scores.
+        sinks: [H], a logit per query head that joins the softmax and is dropped behind it.
     """
 
     softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def key(self) -> object:
         """What decides about the kernel."""
-        return self.softcap
+        return self.softcap, None if self.sinks is None else self.sinks.dtype
+
+    def sinks_as(self, dtype: torch.dtype, heads: int) -> torch.Tensor:
+        """Return the sink logits as a kernel reads them.
+
+        Args:
+            dtype: Their type there.
+            heads: Query heads.
+
+        Raises:
+            ValueError: They are not one per query head.
+        """
+        assert self.sinks is not None
+        if self.sinks.shape != (heads,):
+            raise ValueError(f"{tuple(self.sinks.shape)} sink logits for {heads} query heads")
+        return self.sinks.to(dtype).contiguous()
 
     def attend(
         self,
@@ -51,6 +68,7 @@ class Variant(NamedTuple):
             causal=causal,
             scale=scale,
             softcap=self.softcap,
+            sinks_H=self.sinks,
         ).to(q.dtype)
         return out.transpose(1, 2).contiguous().transpose(1, 2)
 

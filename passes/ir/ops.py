@@ -25,20 +25,20 @@ library.define(
 library.define(
     "append_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) state, SymInt past_len,"
     " Tensor? position, Tensor? mask, bool is_causal, float scale, SymInt kv_len,"
-    " Tensor? cos=None, Tensor? sin=None, bool rope_interleaved=False, *, float? softcap=None)"
-    " -> Tensor",
+    " Tensor? cos=None, Tensor? sin=None, bool rope_interleaved=False, *, float? softcap=None,"
+    " Tensor? sinks=None) -> Tensor",
     tags=_ANY_STRIDES,
 )
 # What is only read may be read by several steps at once: no state that a compiler would clone.
 library.define(
     "attend(Tensor q, Tensor state, Tensor? mask, bool is_causal, float scale, SymInt kv_len,"
-    " int head_dim_vo, *, float? softcap=None) -> Tensor",
+    " int head_dim_vo, *, float? softcap=None, Tensor? sinks=None) -> Tensor",
     tags=_ANY_STRIDES,
 )
 # Over the new tokens alone, where scaled_dot_product_attention does not know what a model does.
 library.define(
     "attend_dense(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale, *,"
-    " float? softcap=None) -> Tensor",
+    " float? softcap=None, Tensor? sinks=None) -> Tensor",
     tags=_ANY_STRIDES,
 )
 library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
@@ -83,12 +83,13 @@ def _append_attend_fake(  # noqa: PLR0913 - the schema
     rope_interleaved: bool = False,
     *,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return _result(q, v.shape[3])
 
 
 @torch.library.register_fake("kvcompile::attend", lib=library)  # type: ignore[untyped-decorator]
-def _attend_fake(
+def _attend_fake(  # noqa: PLR0913 - the schema
     q: torch.Tensor,
     state: torch.Tensor,
     mask: torch.Tensor | None,
@@ -98,6 +99,7 @@ def _attend_fake(
     head_dim_vo: int,
     *,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return _result(q, head_dim_vo)
 
@@ -112,6 +114,7 @@ def _attend_dense_fake(
     scale: float,
     *,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return _result(q, v.shape[3])
 

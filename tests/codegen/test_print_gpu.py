@@ -72,6 +72,7 @@ def specs(draw: st.DrawFn) -> KernelSpec:
         num_sink_tokens=draw(st.integers(0, 40)) if grouped else None,
         compute=draw(st.sampled_from(["fp16", "fp32", "int8"])) if grouped else None,
         softcap=draw(st.none() | st.floats(1, 100)),
+        sink_dtype=draw(st.none() | dtypes),
         sliding_window=draw(st.none() | st.integers(1, 5000)),
         rotary=Rotary(2) if rotates else None,
     )
@@ -110,6 +111,10 @@ def test_printed_tiles_too_small_for_tensor_cores(golden: Golden) -> None:
 
 def test_printed_merge(golden: Golden) -> None:
     golden(generate(MERGE).text)
+
+
+def test_printed_merge_of_sink_logits(golden: Golden) -> None:
+    golden(generate(replace(MERGE, head_dim_vo=64, sink_dtype="bf16")).text)
 
 
 @given(specs())

@@ -29,6 +29,7 @@ GOLDEN: dict[str, tuple[Case, Op, IsaName]] = {
         "attend",
         "portable",
     ),
+    "variants": (Case(softcap=30.0, sink_dtype="fp32", dims=(32, 32)), "attend", "avx2"),
 }
 
 
@@ -62,6 +63,8 @@ def test_no_template_name_and_no_long_line_is_left(op: Op, isa: IsaName) -> None
             mask_dtype="fp32" if mask == "additive" else None,
             dims=(20, 24),
             queries="few",
+            softcap=50.0 if mask == "none" else None,
+            sink_dtype="bf16" if mask == "causal" else None,
         )
         text = generate(case.spec(isa, op)).text
         assert "$" not in text

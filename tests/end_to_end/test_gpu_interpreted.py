@@ -20,7 +20,7 @@ from tests.end_to_end.test_generate import left_padded
 from tests.support import triton_interpreter  # noqa: F401 -- repairs it before a kernel is loaded
 from tests.support.compiled import assert_same_generation, compiled, settings
 from tests.support.tiny_models import prompt, tiny_gpt2, tiny_gptj, tiny_llama, tiny_neox
-from tests.support.variant_models import tiny_gemma2
+from tests.support.variant_models import tiny_gemma2, tiny_gpt_oss
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -61,11 +61,12 @@ def test_q_and_k_turn_in_the_kernels(build: Callable[[], PreTrainedModel], rope:
     assert all(symbol.endswith(rope) for symbol in symbols)
 
 
-def test_scores_are_capped() -> None:
+@pytest.mark.parametrize(("build", "does"), [(tiny_gemma2, "cap2"), (tiny_gpt_oss, "sink")])
+def test_caps_and_sinks(build: Callable[[], PreTrainedModel], does: str) -> None:
     with collect() as graphs:
-        assert_same_generation(tiny_gemma2(), prompt(14), 3)
+        assert_same_generation(build(), prompt(14), 3)
     symbols = [symbol for site in graphs[-1].sites for symbol in site.kernels]
-    assert any("cap2" in symbol for symbol in symbols)
+    assert any(f"_{does}" in symbol for symbol in symbols)
 
 
 def test_beams_and_crops_are_edits_of_tables() -> None:

@@ -24,6 +24,7 @@ ADDITIVE = Case(mask="additive", mask_dtype="fp32", dtype="fp32", dims=(32, 32),
 CAPPED = Case(
     softcap=1.5, mask="additive", mask_dtype="fp32", dtype="fp32", dims=(32, 32), queries="few"
 )
+SINKING = Case(sink_dtype="bf16", group=6, dims=(40, 24))
 
 CASES = [
     PLAIN,
@@ -42,6 +43,8 @@ CASES = [
     Case(dtype="fp16", dims=(64, 40), group=9, queries="few"),
     Case(dtype="fp32", store="fp16", dims=(32, 24), group=2, mask="causal", queries="few"),
     CAPPED,
+    SINKING,
+    Case(sink_dtype="fp32", softcap=4.0, group=5, mask="bool", queries="few", dims=(32, 32)),
     Case(softcap=30.0, group=2, mask="causal", queries="few", page_size=16),
 ]
 
@@ -82,6 +85,7 @@ def problem(
         random_mask(case, len(starts), queries, kv_len),
         causal=case.mask == "causal",
         softcap=case.softcap,
+        sinks=case.new_sinks(),
     )
 
 
@@ -219,6 +223,36 @@ def test_a_soft_cap_hides_no_nan(isa: IsaName) -> None:
     torch_path.append(store, k, v, 0)
     given = Problem(store, CAPPED.new_queries(1, 1), 20, torch.zeros(1, 1, 1, 20), softcap=1.5)
     assert run_attend(attend_kernel(CAPPED, isa), given).isnan().all()
+
+
+def test_sink_logits_take_their_share(isa: IsaName) -> None:
+    """Of one chunk and of several; without them, and with those of other heads, all differs."""
+    kernel = attend_kernel(SINKING, isa)
+    for kv_len in (3, 700):
+        given = problem(SINKING, kv_len, (0, 1))
+        out = run_attend(kernel, given)
+        given.check(out)
+        assert given.sinks is not None
+        for other in (None, given.sinks.flip(0)):
+            with pytest.raises(AssertionError, match="bound"):
+                replace(given, sinks=other).check(out)
+
+
+def test_who_sees_nothing_but_its_sink_gets_zeros(isa: IsaName) -> None:
+    """Whether tokens are hidden by -inf, by the lowest finite number, or not there."""
+    case = replace(SINKING, dtype="fp32", sink_dtype="fp32", mask="additive", mask_dtype="fp32")
+    plain = problem(case, 300, (0, 300))
+    for hidden in (-math.inf, torch.finfo(torch.float32).min):
+        given = replace(plain, mask=torch.full((1, 1, 1, 300), hidden))
+        assert not run_attend(attend_kernel(case, isa), given).any()
+
+
+@pytest.mark.parametrize("sink", [-math.inf, 1e30, -1e30])
+def test_sink_logits_of_any_size(sink: float, isa: IsaName) -> None:
+    given = problem(SINKING, 300)
+    assert given.sinks is not None
+    given = replace(given, sinks=torch.full_like(given.sinks, sink))
+    given.check(run_attend(attend_kernel(SINKING, isa), given))
 
 
 def test_senseless_arguments_are_refused(isa: IsaName) -> None:

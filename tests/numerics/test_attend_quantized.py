@@ -40,6 +40,7 @@ ADDITIVE = QuantizedCase(
 
 TURNING = QuantizedCase(dims=(128, 128), group=7, rotary=Rotary(128))
 CAPPED = replace(FEW, k_format="int4", v_format="int8", dtype="fp32", softcap=1.5)
+SINKING = QuantizedCase(dtype="fp32", sink_dtype="fp32", group=2, dims=(32, 32))
 
 CASES = [
     PLAIN,
@@ -93,6 +94,7 @@ CASES = [
     ),
     QuantizedCase(k_format="int2", v_format="fp16", dtype="fp16", dims=(24, 24), rotary=Rotary(6)),
     CAPPED,
+    SINKING,
 ]
 """Every format as K and as V, and no two neighbours with the same numbers."""
 
@@ -277,7 +279,8 @@ def test_no_scale_is_ignored(isa: IsaName) -> None:
 CODED = [
     case
     for case in CASES
-    if case.v_format != "fp16" and case.mask != "causal" and case.softcap is None
+    if case.v_format != "fp16" and case.mask != "causal"
+    if case.softcap is None and case.sink_dtype is None
 ]
 
 

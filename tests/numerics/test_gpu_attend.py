@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from kvcompile.codegen.gpu.shape import GpuShape
-from kvcompile.codegen.spec import Compute, IsaName, MaskKind
+from kvcompile.codegen.spec import Compute, DTypeName, IsaName, MaskKind
 from tests.support import triton_interpreter  # noqa: F401 -- repairs it before a kernel is loaded
 from tests.support.gpu_pages import (
     MOST_ERROR,
@@ -150,6 +150,25 @@ def test_masks_and_queries(name: str, mask: MaskKind, queries: int) -> None:
         group=5,
     )
     check(case, queries=queries, starts=(3, 0))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "int4"])
+def test_sink_logits(name: str, splits: int) -> None:
+    """Of one partial output and of several; a row that sees nothing else gets zeros."""
+    dtype: DTypeName = "fp16" if name == "fp16" else "bf16"
+    sinks: DTypeName = "fp32" if name == "int4" else dtype
+    case = GpuCase(k=name, dtype=dtype, sink_dtype=sinks, group=3, mask="bool", queries="few")
+    case = replace(case, softcap=3.0) if name == "int4" else case
+    splits += case.is_grouped
+    check(case, queries=3, starts=(0, 13), splits=splits)
+    k, v = tokens_of(case, 1, 40)
+    pages, q = GpuPages(case, k, v, (0,)), torch.ones(1, 6, 3, 64, dtype=case_dtype(case))
+    nothing = torch.zeros(1, 1, 3, 40, dtype=torch.bool)
+    assert not attend(pages, q, splits=splits, mask=nothing).any()
+    other = replace(case, sink_dtype=None)
+    plain = expected(GpuPages(other, k, v, (0,)), q)
+    assert worst_error(attend(pages, q, splits=splits, mask=~nothing), plain) > 8 * MOST_ERROR
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 31, 32, 33, 36, 63, 64, 65, 99, 100, 101])

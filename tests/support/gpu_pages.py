@@ -55,6 +55,7 @@ class GpuCase:
     sinks: int = 4
     residual: int = 32
     softcap: float | None = None
+    sink_dtype: DTypeName | None = None
     sliding_window: int | None = None
     hidden: int = 0
     latent: bool = False
@@ -93,9 +94,16 @@ class GpuCase:
             num_sink_tokens=self.sinks if self.is_grouped else None,
             compute=compute,
             softcap=self.softcap,
+            sink_dtype=self.sink_dtype,
             sliding_window=self.sliding_window,
             slides=self.hidden > 0,
         )
+
+    def sink_logits(self) -> torch.Tensor | None:
+        """Return sink logits [H] that weigh about as much as some tokens do, if it has any."""
+        if self.sink_dtype is None:
+            return None
+        return (2 + torch.arange(self.group * self.kv_heads) / 3).to(DTYPES[self.sink_dtype])
 
     def layout(self) -> RecordLayout:
         """Return the layout of its records."""
@@ -217,10 +225,15 @@ def attend(
     out = torch.full((batch, queries, heads, dim), math.nan, dtype=q.dtype).transpose(1, 2)
     most = 1 << (splits - 1).bit_length()
     merge = MergeSpec(
-        dtype=case.dtype, head_dim_vo=dim, q_heads_per_kv_head=case.group, most_splits=most
+        dtype=case.dtype,
+        head_dim_vo=dim,
+        q_heads_per_kv_head=case.group,
+        most_splits=most,
+        sink_dtype=case.sink_dtype,
     )
-    strides = out.stride()[:3]
-    load(merge)[(len(partial),)](partial, lse, splits, out, *strides, case.kv_heads, rows)
+    arguments = [partial, lse, splits, out, *out.stride()[:3], case.kv_heads, rows]
+    sinks = case.sink_logits()
+    load(merge)[(len(partial),)](*arguments, *([] if sinks is None else [sinks]))
     return out
 
 
@@ -248,7 +261,8 @@ def expected(pages: GpuPages, q: torch.Tensor, *, mask: torch.Tensor | None = No
     case, bias = pages.case, bias_of(pages, q, mask)
     if case.latent:
         return attention(q.double(), torch.cat([pages.k, pages.v], -1), pages.k, mask=bias)
-    return attention(q.double(), pages.k, pages.v, mask=bias, softcap=case.softcap)
+    more = {"softcap": case.softcap, "sinks_H": case.sink_logits()}
+    return attention(q.double(), pages.k, pages.v, mask=bias, **more)  # type: ignore[arg-type]
 
 
 def worst_error(out: torch.Tensor, reference: torch.Tensor) -> float:

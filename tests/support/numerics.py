@@ -45,6 +45,7 @@ class Case:
     queries: Queries = "one"
     chunk: int = 256
     softcap: float | None = None
+    sink_dtype: DTypeName | None = None
 
     def __str__(self) -> str:
         return self.spec("portable", "attend").symbol.removeprefix("attend_portable_")
@@ -68,6 +69,7 @@ class Case:
             queries=self.queries if attend else None,
             chunk=self.chunk if attend else None,
             softcap=self.softcap if attend else None,
+            sink_dtype=self.sink_dtype if attend else None,
         )
 
     @property
@@ -126,6 +128,12 @@ class Case:
         )
         return k.to(self.torch_dtype), v.to(self.torch_dtype)
 
+    def new_sinks(self) -> torch.Tensor | None:
+        """Return sink logits [H] that weigh about as much as some tokens do, if it has any."""
+        if self.sink_dtype is None:
+            return None
+        return (2 + torch.arange(self.group * self.kv_heads) / 3).to(DTYPES[self.sink_dtype])
+
     def new_queries(self, batch: int, queries: int) -> torch.Tensor:
         """Return random q [B, H, S, Dk]; a strided view, as a projection leaves it."""
         heads = self.group * self.kv_heads
@@ -149,6 +157,7 @@ class Problem:
     causal: bool = False
     hidden: int = 0
     softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -174,7 +183,8 @@ class Problem:
         """Return the float64 attention over what is stored."""
         k, v = (self.store.stored(role, self.kv_len).double() for role in ("k", "v"))
         q, bias = self.q.double(), self.bias()
-        return attention(q, k, v, mask=bias, scale=self.scale, softcap=self.softcap)
+        more = {"softcap": self.softcap, "scale": self.scale}
+        return attention(q, k, v, mask=bias, sinks_H=self.sinks, **more)  # type: ignore[arg-type]
 
     def bound(self, chunk: int) -> torch.Tensor:
         """Return how far an fp32 kernel with one rounding at the end may be from the reference.
@@ -188,6 +198,7 @@ class Problem:
         * a soft cap c shrinks errors, for tanh is nowhere steeper than 1. It adds 2^-21 of the
           capped score, the error of tanh, and 4 u: two factors and their products, which move the
           argument and with it tanh by no more than their own relative error.
+        * a sink logit is one more token, whose score is rounded twice and whose value is 0.
         * the weight 2^(s - m) has the relative error ln2 (error of s) + ln2 u |m - s| for the two
           subtractions (the token from its chunk, the chunk from all), and 16 u for the two powers
           of two (polynomial 2^-21 each, library 2^-23). m itself cancels. Weights below 2^-126
@@ -220,6 +231,12 @@ class Problem:
         finite = bias.masked_fill(bias.abs() > 1e30, 0).abs() * log2e
         score_error = UNIT * ((q.shape[-1] / 2 + 6 + extra) * size + 3 * finite + size + finite)
         score_error = score_error + cap_error
+        if self.sinks is not None:
+            sinks = self.sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], -1)
+            sink_error = 2 * UNIT * log2e * sinks.abs().nan_to_num(posinf=0)
+            score_error = torch.cat([score_error, sink_error], -1)
+            v, v_size = (torch.cat([x, torch.zeros_like(x[:, :, :1])], 2) for x in (v, v_size))
 
         highest = scores.amax(-1, keepdim=True)
         below = ((highest - scores) * log2e).nan_to_num(0, 0, 0)
@@ -259,6 +276,7 @@ def run_attend(kernel: Kernel[KernelSpec], problem: Problem, *, threads: int = 1
         columns = max(problem.mask.shape[-1], problem.kv_len)
         mask = problem.mask.expand(batch, heads, queries, columns)[..., problem.hidden :]
         mask_part = [mask.data_ptr(), *mask.stride()]
+    sink_part = [] if problem.sinks is None else [problem.sinks.data_ptr()]
     store.starts.sub_(problem.hidden)
     status = kernel.call(
         store.state.data_ptr(),
@@ -267,6 +285,7 @@ def run_attend(kernel: Kernel[KernelSpec], problem: Problem, *, threads: int = 1
         out.data_ptr(),
         *out.stride()[:3],
         *mask_part,
+        *sink_part,
         store.num_kv_heads,
         queries,
         problem.kv_len - problem.hidden,

@@ -118,4 +118,5 @@ class QuantizedCase(Case):
         q = self.new_queries(len(starts), queries)
         kv_len = stored if kv_len is None else kv_len
         causal = self.mask == "causal"
-        return Problem(store, q, kv_len, mask, causal=causal, softcap=self.softcap)
+        more = {"softcap": self.softcap, "sinks": self.new_sinks()}
+        return Problem(store, q, kv_len, mask, causal=causal, **more)  # type: ignore[arg-type]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from torch import nn
+from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from tests.support.tiny_models import MAX_POSITIONS, VOCAB_SIZE, WEIGHT_STD, ready
 
@@ -14,7 +15,7 @@ def tiny_gemma2(*, dtype: torch.dtype = torch.float32, softcap: float = 2.0) -> 
         hidden_size=64,
         intermediate_size=96,
         head_dim=16,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCAB_SIZE,
@@ -22,7 +23,7 @@ def tiny_gemma2(*, dtype: torch.dtype = torch.float32, softcap: float = 2.0) -> 
         initializer_range=WEIGHT_STD,
         query_pre_attn_scalar=16,
         attn_logit_softcapping=softcap,
-        layer_types=["full_attention"] * 2,
+        layer_types=["full_attention"],
         bos_token_id=1,
         eos_token_id=None,
         pad_token_id=0,
@@ -30,3 +31,32 @@ def tiny_gemma2(*, dtype: torch.dtype = torch.float32, softcap: float = 2.0) -> 
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     return ready(Gemma2ForCausalLM(config), dtype)
+
+
+def tiny_gpt_oss(*, dtype: torch.dtype = torch.float32, sinks: float = 2.0) -> GptOssForCausalLM:
+    """Return a gpt-oss of full layers alone, with sink logits that take their share."""
+    config = GptOssConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        head_dim=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=WEIGHT_STD,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        layer_types=["full_attention"],
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            nn.init.normal_(parameter, mean=sinks)
+    return ready(model, dtype)
