@@ -333,9 +333,12 @@ def _plain(value: object, fake_mode: FakeTensorMode) -> object:
 def is_impure(node: fx.Node) -> bool:
     """Whether a node matters though nobody reads its result.
 
-    In-place operators do, and those that return nothing at all: assertions.
+    In-place operators do, and those that return nothing at all: assertions. Dropout that is off
+    draws no number.
     """
     target = node.target
+    if target is torch.ops.aten.dropout.default and (node.args[1] == 0 or node.args[2] is False):
+        return False
     if not isinstance(target, torch._ops.OpOverload):
         return node.is_impure()
     return node.is_impure() or target._schema.is_mutable or not target._schema.returns

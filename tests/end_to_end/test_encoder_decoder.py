@@ -58,9 +58,10 @@ def stored(result: Any) -> dict[str, list[tuple[int, int]]]:
     }
 
 
-def test_t5() -> None:
-    """A learned bias in the mask of self-attention, which the layers share; no scale."""
-    model = tiny_t5(layers=2)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_t5(attention: str) -> None:
+    """A learned bias in the mask of self-attention, or beside it, which the layers share."""
+    model = tiny_t5(layers=2, attention=attention)
     run = compiled(model)
     with count_compilations() as compilations:
         result = assert_same(model, run, prompt(37), 20)
@@ -71,8 +72,9 @@ def test_t5() -> None:
     assert stored(result.cache) == {"self": [(1, 20)] * 2, "cross": [(1, 37)] * 2}
 
 
-def test_right_padding_is_stored_and_hidden_by_the_mask() -> None:
-    model = tiny_t5()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_right_padding_is_stored_and_hidden_by_the_mask(attention: str) -> None:
+    model = tiny_t5(attention=attention)
     ids, mask = padded([9, 37, 20], "right")
     run = compiled(model)
     result = assert_same(model, run, ids, 8, attention_mask=mask, cache_implementation="static")

@@ -47,6 +47,21 @@ class Scored(nn.Module):
         return torch.softmax(self.score(q, k, mask), dim=-1) @ v
 
 
+class Sinking(Scored):
+    """With a sink logit per head, as gpt-oss spells it."""
+
+    def __init__(self, score: Score) -> None:
+        super().__init__(score)
+        self.sinks = nn.Parameter(torch.linspace(0, 2, HEADS))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = self.score(q, k, mask)
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
+        scores = torch.cat([scores, sinks], dim=-1)
+        scores = scores - scores.max(dim=-1, keepdim=True).values
+        return torch.softmax(scores, dim=-1, dtype=scores.dtype)[..., :-1] @ v
+
+
 class Joined(Scored):
     """With batch and heads in one dimension, as BLOOM multiplies."""
 
@@ -126,27 +141,45 @@ SPELLINGS: dict[str, Scored] = {
         mpt,
         t5,
     )
-} | {"bloom": Joined(bloom)}
+} | {"bloom": Joined(bloom), "sinks": Sinking(in_place), "capped sinks": Sinking(gemma2)}
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_prefill_and_steps_over_pages(name: str) -> None:
+def test_prefill_steps_and_a_chunk_over_pages(name: str) -> None:
+    """The chunk has more queries than kernels take: it attends to a dense copy."""
     torch.manual_seed(0)
     model = SPELLINGS[name]
     run = compiled(model)
+    past: tuple[Pair, ...] = ()
+    pages: tuple[Pair, ...] = ()
     with torch.no_grad():
-        new = qkv(40)
-        expected, *past = model(*new)
-        out, *pages = run(*new)
-        torch.testing.assert_close(out, expected)
-        for _ in range(2):
-            new = qkv(1)
-            expected, *past = model(*new, past)
-            out, *pages = run(*new, pages)
+        for size in (40, 1, 1, 20):
+            new = qkv(size)
+            expected, *kept = model(*new, *past)
+            out, *stored = run(*new, *pages)
             torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
+            past, pages = ((kept[0], kept[1]),), ((stored[0], stored[1]),)
     report = kvcompile.memory_report(pages)
     assert report.materializations == {}
-    assert report.stored == sum(x.numel() * 4 for x in past)
+    assert report.stored == 4 * sum(x.numel() for x in past[0])
+
+
+@pytest.mark.parametrize("name", ["gemma2", "bloom", "sinks"])
+def test_quantized_pages(name: str) -> None:
+    """As close to what the module gives as int8 can be."""
+    torch.manual_seed(0)
+    model = SPELLINGS[name]
+    run = compiled(model, kv_cache_dtype="int8", page_size=16, q_group_size=16, residual_length=16)
+    with torch.no_grad():
+        new, step = qkv(100), qkv(1)
+        _, *past = model(*new)
+        _, *pages = run(*new)
+        expected, *_ = model(*step, past)
+        out, *pages = run(*step, pages)
+    torch.testing.assert_close(out, expected, atol=0.03, rtol=0.0)
+    report = kvcompile.memory_report(pages)
+    assert report.materializations == {}
+    assert report.layers[0].bytes.codes > 0
 
 
 def test_a_sharp_cap_matters() -> None:
