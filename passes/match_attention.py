@@ -51,7 +51,7 @@ class MatchAttention:
                 sites.append(site)
                 reason = (
                     f"{pattern} attention, {site.num_q_heads} query and {site.num_kv_heads} KV "
-                    f"heads, mask {site.mask_kind}"
+                    f"heads, mask {site.mask_kind}{_beside(site)}"
                 )
                 program.remarks.append(passed(self.name, "KVC100", site, reason))
         if not anchors:
@@ -71,6 +71,13 @@ class MatchAttention:
             miss.hint,
             miss.near_miss,
         )
+
+
+def _beside(site: AttentionSite) -> str:
+    """Say what the attention does beside scaling and masking."""
+    cap = "" if site.softcap is None else f", scores capped at {site.softcap:g}"
+    sinks = "" if site.sinks is None else ", sink logits"
+    return cap + sinks + (", a bias on the scores" if site.biases else "")
 
 
 def _site(index: int, pattern: str, found: Candidate) -> AttentionSite:
@@ -113,6 +120,9 @@ def _check(found: Candidate) -> Candidate | Missed:
     if not (same_size(q.shape[0], k.shape[0]) and same_size(q.shape[0], v.shape[0])):
         shapes = f"query {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
         return Missed("KVC107", f"the batches differ: {shapes}", found.out)
+    out = value(found.out)
+    if out is None or not same_size(out.shape[1], q.shape[1]):
+        return Missed("KVC107", "the heads of query and result differ", found.out)
     mask = value(found.mask)
     if found.mask is not None and (mask is None or not 2 <= mask.dim() <= 4):
         return Missed("KVC108", "the mask is not a tensor of 2 to 4 dimensions", found.out)

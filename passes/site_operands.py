@@ -54,10 +54,21 @@ def with_one_mask(program: Program, site: AttentionSite) -> AttentionSite:
             hidden = _insert(graph, aten.logical_not.default, mask)
             total = _insert(graph, aten.masked_fill.Scalar, total, hidden, -torch.inf)
         elif mask is not None:
-            total = _insert(graph, aten.add.Tensor, total, mask)
+            total = _sum(graph, mask, total)
         site = replace(site, mask=total, mask_kind="additive", mask_hides=False, biases=())
     program.sites = tuple(site if s.index == site.index else s for s in program.sites)
     return site
+
+
+def _sum(graph: fx.Graph, mask: fx.Node, bias: fx.Node) -> fx.Node:
+    """Return mask + bias; what the mask hides is the lowest number of the sum's dtype."""
+    total = _insert(graph, aten.add.Tensor, bias, mask)
+    mine, dtype = mask.meta["val"].dtype, total.meta["val"].dtype
+    if mine == dtype:
+        return total
+    # The lowest number of a narrow dtype would be a visible one of a wide dtype.
+    hidden = _insert(graph, aten.lt.Scalar, mask, torch.finfo(mine).min / 2)
+    return _insert(graph, aten.masked_fill.Scalar, total, hidden, torch.finfo(dtype).min)
 
 
 def _bias(graph: fx.Graph, bias: Bias, num_q_heads: int) -> fx.Node:

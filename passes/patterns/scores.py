@@ -110,7 +110,11 @@ def read(node: fx.Node) -> Scores | Missed:
         if beta is None or not alpha:
             return near("KVC104", "the scores are scaled by a tensor", found.product, 2)
         bias = the_node(found.product.args[0])
-        if beta and (refused := found.add(bias, beta, joined=True)) is not None:
+        if (
+            beta
+            and not is_call(bias, aten.zeros.default)
+            and (refused := found.add(bias, beta, joined=True)) is not None
+        ):
             return refused
         found.scale *= alpha
     return found

@@ -78,15 +78,15 @@ def _candidate(found: Scores, out: fx.Node, sinks: fx.Node | None) -> Candidate 
         reason = "the second factor of the scores is not transposed"
         return near("KVC113", reason, found.product, 3)
     inner, k = _unscaled(peel(the_node(k_transposed.args[0])))
-    parts: tuple[fx.Node | None, ...] = (q, k, the_node(out.args[1]), out)
-    if value(found.product) is not None and found.product.meta["val"].dim() == 3:
-        parts = (*(_heads_apart(the_node(part)) for part in parts[:3]), _apart_again(out))
-    if any(part is None for part in parts):
+    parts = [q, k, the_node(out.args[1])]
+    apart = [x if x.meta["val"].dim() == 4 else _heads_apart(x) for x in parts]
+    result = out if out.meta["val"].dim() == 4 else _apart_again(out)
+    if result is None or any(part is None for part in apart):
         return near("KVC113", "batch and heads are one dimension, and stay so", found.product, 3)
-    q, k, v, out = (the_node(part) for part in parts)
+    q, k, v = (the_node(part) for part in apart)
     last, k = _unscaled(strip_repeat_kv(k))
     return Candidate(
-        out=out,
+        out=result,
         q=q,
         k=strip_repeat_kv(k),
         v=strip_repeat_kv(v),

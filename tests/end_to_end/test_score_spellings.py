@@ -74,6 +74,17 @@ class Joined(Scored):
         return out.view(batch, heads, queries, dim).transpose(1, 2)
 
 
+class HalfJoined(Scored):
+    """With batch and heads in one dimension for the scores alone, as GPT-NeoX-Japanese does."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        batch, heads, queries, dim = q.shape
+        q, k = (x.reshape(batch * heads, -1, dim) for x in (q, k))
+        nothing = torch.zeros(batch * heads, queries, k.shape[1])
+        scores = torch.baddbmm(nothing, q, k.transpose(1, 2), beta=1.0, alpha=0.3)
+        return torch.softmax(scores.view(batch, heads, queries, -1) + mask, dim=-1) @ v
+
+
 def gemma2(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     scores = q @ k.transpose(2, 3) * 0.4
     return torch.tanh(scores / 1.5) * 1.5 + mask
@@ -141,7 +152,12 @@ SPELLINGS: dict[str, Scored] = {
         mpt,
         t5,
     )
-} | {"bloom": Joined(bloom), "sinks": Sinking(in_place), "capped sinks": Sinking(gemma2)}
+} | {
+    "bloom": Joined(bloom),
+    "half joined": HalfJoined(bloom),
+    "sinks": Sinking(in_place),
+    "capped sinks": Sinking(gemma2),
+}
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
@@ -180,6 +196,32 @@ def test_quantized_pages(name: str) -> None:
     report = kvcompile.memory_report(pages)
     assert report.materializations == {}
     assert report.layers[0].bytes.codes > 0
+
+
+def wide_bias(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    return q @ k.transpose(2, 3) * 0.3 + SLOPES * torch.arange(k.shape[2]) + mask
+
+
+def test_padding_is_hidden_beside_a_bias_of_a_wider_dtype() -> None:
+    """The lowest number of fp16 is a visible one of fp32: rows would see what is not stored."""
+
+    class Padded(Scored):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            hidden = torch.arange(k.shape[2]) < torch.tensor([0, 7])[:, None]
+            mask = mask.to(q.dtype)
+            mask = mask.masked_fill(hidden[:, None, None], torch.finfo(q.dtype).min)
+            return torch.softmax(self.score(q, k, mask), dim=-1).to(v.dtype) @ v
+
+    model = Padded(wide_bias)
+    run = compiled(model)
+    with torch.no_grad():
+        new, step = ([x.half() for x in qkv(size)] for size in (20, 1))
+        _, *past = model(*new)
+        _, *pages = run(*new)
+        expected, *_ = model(*step, past)
+        out, *pages = run(*step, pages)
+    torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)
+    assert kvcompile.memory_report(pages).stored == 2 * 2 * 2 * DIM * (21 + 14)
 
 
 def test_a_sharp_cap_matters() -> None:

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -54,6 +56,48 @@ def test_another_softmax_is_refused_with_the_line_and_the_nearest_pattern() -> N
     assert remark.where.startswith("attentions.py:")
     assert remark.near_miss == "softmax attention, 2 of 4 parts"
     assert remark.hint
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def of_scores(change: Callable[[torch.Tensor], torch.Tensor]) -> Attend:
+    """Return an attention that changes its scores on their way to the softmax."""
+    return lambda q, k, v: torch.softmax(change(q @ k.transpose(2, 3)), -1) @ v
+
+
+def with_column(x: torch.Tensor) -> torch.Tensor:
+    """Put a column behind scores that differs between query tokens."""
+    return torch.cat([x, x[..., :1] * 2], -1)
+
+
+REFUSED: dict[str, tuple[str, Attend]] = {
+    "a scale per key": ("KVC104", of_scores(lambda x: x * torch.rand(x.shape[-1]))),
+    "a scale of zero": ("KVC104", of_scores(lambda x: x * 0.0)),
+    "a number is added": ("KVC114", of_scores(lambda x: x + 1.0)),
+    "a bias below the cap": ("KVC114", of_scores(lambda x: torch.tanh(x + torch.rand(3)))),
+    "a mask below the cap": (
+        "KVC115",
+        of_scores(lambda x: torch.tanh(x.masked_fill(x > 9, -torch.inf))),
+    ),
+    "a cap that is a tensor": ("KVC116", of_scores(lambda x: torch.tanh(x) * torch.rand(4, 1, 1))),
+    "two caps": ("KVC116", of_scores(lambda x: torch.tanh(torch.tanh(x)))),
+    "sinks of tokens": (
+        "KVC117",
+        lambda q, k, v: torch.softmax(with_column(q @ k.transpose(2, 3)), -1)[..., :-1] @ v,
+    ),
+    "a column that stays": (
+        "KVC117",
+        lambda q, k, v: torch.softmax(with_column(q @ k.mT), -1) @ torch.cat([v, v[:, :, :1]], 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_scores_that_no_kernel_computes_are_refused(name: str) -> None:
+    code, attend = REFUSED[name]
+    program, _ = capture(attend, *qkv(3, kv_heads=4))
+    assert codes(program) == [code]
 
 
 def test_active_dropout_is_refused() -> None:
