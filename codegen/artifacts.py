@@ -4,7 +4,8 @@ One directory per (symbol, text, compiler, flags):
 
     <cache>/<symbol>-<key>/  kernel.cpp  kernel.so  kernel.so.sha256  lock
 
-A library is used only if its fingerprint matches, so a corrupted or truncated one is rebuilt.
+and one per (headers, compiler, flags) whose name begins with `headers`. A library is used only if
+its fingerprint matches, so a corrupted or truncated one is rebuilt.
 Files appear by atomic renames under a lock: any number of processes may build at once.
 """
 
@@ -16,12 +17,26 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvcompile.codegen.errors import KernelCompilationError
 
 Build = Callable[[Path, Path], None]
 """Compiles the source at the first path to the library at the second."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """What the files of an artifact are called: the text, and what is built of it."""
+
+    source: str
+    output: str
+
+
+KERNEL_FILES = Files("kernel.cpp", "kernel.so")
+HEADER_FILES = Files("headers.hpp", "headers.hpp.gch")
+"""GCC looks for a precompiled header under the header's name with `.gch`."""
 
 
 def cache_directory() -> Path:
@@ -39,17 +54,24 @@ def artifact_directory(symbol: str, *key: str) -> Path:
     return cache_directory() / f"{symbol}-{digest}"
 
 
-def try_load(directory: Path) -> Path | None:
+def try_load(directory: Path, files: Files = KERNEL_FILES) -> Path | None:
     """Return the library in `directory` if it is whole, else None. Never raises."""
-    library = directory / "kernel.so"
+    library = directory / files.output
     try:
-        expected = (directory / "kernel.so.sha256").read_text()
+        expected = (directory / f"{files.output}.sha256").read_text()
         return library if _fingerprint(library) == expected else None
     except OSError:
         return None
 
 
-def load_or_build(directory: Path, text: str, build: Build, *, anew: bool = False) -> Path:
+def load_or_build(
+    directory: Path,
+    text: str,
+    build: Build,
+    *,
+    anew: bool = False,
+    files: Files = KERNEL_FILES,
+) -> Path:
     """Return a whole library for `text`, building it if there is none.
 
     Args:
@@ -57,18 +79,19 @@ def load_or_build(directory: Path, text: str, build: Build, *, anew: bool = Fals
         text: The source; kept beside the library for readers and debuggers.
         build: Called at most once, under the lock of the directory.
         anew: Build it even if there is one.
+        files: What they are called.
 
     Raises:
         KernelCompilationError: `build` failed, or the cache cannot be written.
     """
-    found = None if anew else try_load(directory)
+    found = None if anew else try_load(directory, files)
     if found is not None:
         return found
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory / "lock"):
-            found = None if anew else try_load(directory)
-            return found or _build(directory, text, build)
+            found = None if anew else try_load(directory, files)
+            return found or _build(directory, text, build, files)
     except OSError as error:
         raise _unwritable(directory, error) from error
 
@@ -99,16 +122,16 @@ def _unwritable(directory: Path, error: OSError) -> KernelCompilationError:
     )
 
 
-def _build(directory: Path, text: str, build: Build) -> Path:
+def _build(directory: Path, text: str, build: Build, files: Files) -> Path:
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        source, library = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.so"
+        source, library = Path(scratch) / files.source, Path(scratch) / files.output
         source.write_text(text)
         build(source, library)
-        fingerprint = Path(scratch) / "kernel.so.sha256"
+        fingerprint = Path(scratch) / f"{files.output}.sha256"
         fingerprint.write_text(_fingerprint(library))
         for path in (source, library, fingerprint):
             path.replace(directory / path.name)
-    return directory / "kernel.so"
+    return directory / files.output
 
 
 def _fingerprint(path: Path) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from kvcompile.codegen import artifacts
 from kvcompile.codegen.cpu import toolchain
 from kvcompile.codegen.cpu.abi import packed_arguments
+from kvcompile.codegen.cpu.headers import compile_kernel
 from kvcompile.codegen.cpu.isa import compiler_flags, require_cpu
 from kvcompile.codegen.errors import KernelCompilationError
 from kvcompile.codegen.registry import generate
@@ -107,11 +108,10 @@ def compile_text(name: str, text: str, flags: tuple[str, ...], *, anew: bool = F
         KernelCompilationError: The compiler failed, or the cache cannot be written.
     """
     compiler = toolchain.find_compiler()
-    machine = platform.machine()
-    key = (text, machine, compiler.version, *compiler.command, *toolchain.BASE_FLAGS, *flags)
+    key = (text, platform.machine(), *compiler.key, *flags)
 
     def build(source: Path, library: Path) -> None:
-        toolchain.compile_shared(compiler, source, library, flags)
+        compile_kernel(compiler, source, library, flags)
 
     return artifacts.load_or_build(artifacts.artifact_directory(name, *key), text, build, anew=anew)
 

@@ -28,6 +28,11 @@ class Compiler:
     command: tuple[str, ...]
     version: str
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What the bytes it writes depend on, beside the text and the flags of the kernel."""
+        return (self.version, *self.command, *BASE_FLAGS)
+
 
 def find_compiler() -> Compiler:
     """Return the compiler in $CXX, or g++.
@@ -64,7 +69,20 @@ def compile_shared(compiler: Compiler, source: Path, output: Path, flags: tuple[
     Raises:
         KernelCompilationError: The compiler refused, crashed or took too long; carries its words.
     """
-    command = [*compiler.command, *BASE_FLAGS, *flags, str(source), "-o", str(output)]
+    _run([*compiler.command, *BASE_FLAGS, *flags, str(source)], output)
+
+
+def compile_header(compiler: Compiler, source: Path, output: Path, flags: tuple[str, ...]) -> None:
+    """Precompile the header `source` to `output`.
+
+    Raises:
+        KernelCompilationError: The compiler refused, crashed or took too long; carries its words.
+    """
+    _run([*compiler.command, *BASE_FLAGS, *flags, "-x", "c++-header", str(source)], output)
+
+
+def _run(command: list[str], output: Path) -> None:
+    command = [*command, "-o", str(output)]
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
