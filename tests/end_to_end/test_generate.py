@@ -96,7 +96,7 @@ def test_with_inductor(cache: str) -> None:
     """The default: what is left of the graph goes to Inductor."""
     options = {"inner_backend": "inductor"}
     assert_same_generation(
-        tiny_llama(), prompt(20), 40, options=options, cache_implementation=cache
+        tiny_llama(layers=1), prompt(20), 40, options=options, cache_implementation=cache
     )
 
 
