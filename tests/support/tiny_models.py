@@ -147,12 +147,14 @@ def tiny_gptj(
     return ready(GPTJForCausalLM(config), dtype)
 
 
-def tiny_neox(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> GPTNeoXForCausalLM:
+def tiny_neox(
+    *, dtype: torch.dtype = torch.float32, layers: int = 2, seed: int = 0
+) -> GPTNeoXForCausalLM:
     """Return a GPT-NeoX: halves turn together, of the first quarter of the channels."""
     config = GPTNeoXConfig(
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25},
         vocab_size=VOCAB_SIZE,
