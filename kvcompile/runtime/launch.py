@@ -146,10 +146,10 @@ def attend(
     _, heads, queries, _ = q.shape
     group = heads // store.num_kv_heads
     kind = _kind_of(queries)
-    does = None if variant is PLAIN else variant.key
-    key = (store.layout.symbol, q.dtype, group, rule, kind, store.compute, turns, does)
+    does: object = None if variant is PLAIN else variant.key
     if store.hidden:
-        key += ("slides",)
+        does = "slides", does
+    key = (store.layout.symbol, q.dtype, group, rule, kind, store.compute, turns, does)
     launcher = _attends.get(key)
     if launcher is None:
         launcher = _attends[key] = _new_attend(store, q, mask, rope, variant, causal=causal)

@@ -9,8 +9,12 @@ import torch
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Olmo3Config,
@@ -91,6 +95,34 @@ def gemma3(window: int, layers: int = 2) -> PreTrainedModel:
     return _ready(Gemma3ForCausalLM(config))
 
 
+def gemma2(window: int, layers: int = 2) -> PreTrainedModel:
+    """Return a hybrid whose scores are capped, in eager attention."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        **_common(window, layers),
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=2.0,
+        layer_types=_hybrid(layers),
+    )
+    config._attn_implementation = "eager"
+    return _ready(Gemma2ForCausalLM(config))
+
+
+def gpt_oss(window: int, layers: int = 2) -> PreTrainedModel:
+    """Return a hybrid whose heads have sink logits, in eager attention."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        **_common(window, layers),
+        head_dim=16,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        layer_types=_hybrid(layers),
+    )
+    config._attn_implementation = "eager"
+    return _ready(GptOssForCausalLM(config))
+
+
 def cohere2(window: int, layers: int = 2) -> PreTrainedModel:
     """Return a hybrid whose full layers have no positions."""
     torch.manual_seed(0)
@@ -111,4 +143,4 @@ def phi3(window: int, layers: int = 2) -> PreTrainedModel:
     return _ready(Phi3ForCausalLM(Phi3Config(**_common(window, layers))))
 
 
-FAMILIES: list[Make] = [mistral, qwen2, qwen3, gemma3, cohere2, olmo3, phi3]
+FAMILIES: list[Make] = [mistral, qwen2, qwen3, gemma2, gemma3, gpt_oss, cohere2, olmo3, phi3]
