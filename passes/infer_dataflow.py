@@ -15,16 +15,24 @@ from kvcompile.passes.ir.stream import CacheStream, StateUpdate, UpdateKind
 from kvcompile.passes.patterns.layout import (
     fixed,
     is_call,
-    number,
     peel,
     the_dim,
     the_node,
     value,
     writer,
 )
+from kvcompile.passes.patterns.nearby import kept_nearby
 from kvcompile.passes.patterns.path import Path, before_path
 from kvcompile.passes.patterns.token_writes import is_write, token_write
-from kvcompile.passes.patterns.window import is_handed_on, kept_part, past_in, positions_of
+from kvcompile.passes.patterns.window import (
+    Slide,
+    is_handed_on,
+    is_zeros,
+    kept_part,
+    past_in,
+    positions_of,
+    slide,
+)
 
 if TYPE_CHECKING:
     from kvcompile.passes.ir.program import Program
@@ -101,7 +109,7 @@ def _stream(program: Program, site: AttentionSite) -> CacheStream | Missed:
                 extra,
                 hint="if this is a sliding window or a cache of another kind, it stays dense",
             )
-    if k.position is not None:
+    if k.position is not None or k.slides:
         sizes = [fixed(u.state.meta["val"].shape[u.token_dim]) for u in (k, v)]
         # The mask fixes the length of the keys; that of the values may still be a symbol.
         if None not in sizes and sizes[0] != sizes[1]:
@@ -143,6 +151,8 @@ def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Miss
                 kept=kept,
                 past_seen=past_seen,
             )
+        if (moved := slide(path)) is not None:
+            return _slide(outputs, moved, path.token_dim)
         if fresh is None:
             fresh = _fresh(outputs, path)
         if is_write(peel(node)):
@@ -170,6 +180,20 @@ def _update(program: Program, operand: fx.Node, what: str) -> StateUpdate | Miss
     if path.node.op == "placeholder":
         return _only_read(path, what)
     return _not_cached(program, what, path.node)
+
+
+def _slide(outputs: tuple[object, ...], moved: Slide, token_dim: int) -> StateUpdate:
+    return StateUpdate(
+        moved.kind,
+        moved.copied,
+        moved.new,
+        moved.buffer if moved.kind == "slide" else None,
+        None,
+        token_dim,
+        positions_of(outputs, moved.copied),
+        kept=fixed(moved.copied.meta["val"].shape[token_dim]),
+        past_part=moved.past_part,
+    )
 
 
 def _fresh(outputs: tuple[object, ...], path: Path) -> StateUpdate | None:
@@ -214,7 +238,7 @@ def _only_read(path: Path, what: str) -> StateUpdate | Missed:
 
 def _not_cached(program: Program, what: str, node: fx.Node) -> Missed:
     """Tell keys that nobody keeps from keys that are kept in a way that is not recognised."""
-    kept = _kept_nearby(program, node)
+    kept = kept_nearby(program.outputs, node)
     if kept is not None:
         return Missed(
             "KVC209",
@@ -230,41 +254,6 @@ def _not_cached(program: Program, what: str, node: fx.Node) -> Missed:
         node,
         hint="pass use_cache=True, and call the model as a whole so that its cache is in the graph",
     )
-
-
-_WEIGHTS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.embedding.default)
-"""Operators behind which a tensor is no longer K or V in another form."""
-
-
-def _kept_nearby(program: Program, node: fx.Node, depth: int = 8) -> fx.Node | None:
-    """Return a tensor close to `node` that the graph returns or is given as a cache, or None."""
-    outputs = set(program.outputs)
-    seen, front = {node}, [node]
-    for _ in range(depth):
-        following: list[fx.Node] = []
-        for at in front:
-            val = value(at)
-            # Of five dimensions where K and V are one tensor.
-            cached = val is not None and val.dim() in (4, 5)
-            if cached and (at in outputs or at.meta.get(IS_HANDLE)):
-                return at
-            near = () if is_call(at, *_WEIGHTS) else at.all_input_nodes
-            layout = [u for u in at.users if is_call(u, aten.slice.Tensor, *_MOVES)]
-            following += [n for n in (*near, *layout) if n not in seen]
-            seen |= set(following)
-        front = following
-    return None
-
-
-_MOVES = (
-    aten.cat.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.view.default,
-    aten.reshape.default,
-    aten.index_put_.default,
-    aten.copy_.default,
-)
 
 
 _Found = tuple[UpdateKind, fx.Node, fx.Node | None, fx.Node | None]
@@ -298,10 +287,7 @@ def _index_copy(path: Path) -> _Found | None:
     buffer = write.buffer
     if buffer.op == "placeholder":
         return ("index_copy", write.new, buffer, write.position)
-    buffer = peel(buffer)
-    if is_call(buffer, aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default) or (
-        is_call(buffer, aten.full.default) and number(buffer.args[1]) == 0.0
-    ):
+    if is_zeros(peel(buffer)):
         return ("fresh_index_copy", write.new, None, write.position)
     return None
 
@@ -315,11 +301,13 @@ def _other_reader(program: Program, site: AttentionSite, update: StateUpdate) ->
     for node in (update.state, update.new, update.past):
         if node is not None and (found := writer(node, update.state)) is not None:
             return found
+    if update.kind == "slide":
+        return _other_reader_of_slide(site, update)
     if update.past is not None and update.kind != "read":
         for user in update.past.users:
             if user is not update.state and not _is_size_or_step(user, update):
                 return user
-    if update.kind == "fresh":
+    if update.kind in ("fresh", "fresh_slide"):
         return None
     # A grown state is handed on; one that is only read is nobody else's.
     allowed = {site.out} if update.kind == "read" else {site.out, program.output_node}
@@ -339,6 +327,22 @@ def _other_reader(program: Program, site: AttentionSite, update: StateUpdate) ->
                 return user
             stack.append(user)
     return None
+
+
+def _other_reader_of_slide(site: AttentionSite, update: StateUpdate) -> fx.Node | None:
+    """Return a node that reads a buffer that slides, but for sliding it on and attending to it."""
+    readers = [u for node in (update.past, update.state) if node is not None for u in node.users]
+    return next(
+        (
+            user
+            for user in readers
+            if user is not update.state
+            and not is_call(user, aten.sym_size.int)
+            and user.op != "output"
+            and not _reaches(user, site, depth=_STEPS, end=update.state)
+        ),
+        None,
+    )
 
 
 def _is_size(user: fx.Node, update: StateUpdate) -> bool:
@@ -369,13 +373,13 @@ _STEPS = 24
 """Most operators from a cached tensor to the result: those of sink logits are 16."""
 
 
-def _reaches(node: fx.Node, site: AttentionSite, depth: int) -> bool:
-    """Whether every path from a node ends in the attention's result within a few steps.
+def _reaches(node: fx.Node, site: AttentionSite, depth: int, end: fx.Node | None = None) -> bool:
+    """Whether every path from a node ends in the attention's result, or at `end`, in a few steps.
 
     Not by way of what stays, such as its query and mask, and with it whatever it is made of.
     """
-    if node is site.out:
+    if node is site.out or node is end:
         return True
     if depth == 0 or not node.users or node in site.beside:
         return False
-    return all(_reaches(user, site, depth - 1) for user in node.users)
+    return all(_reaches(user, site, depth - 1, end) for user in node.users)

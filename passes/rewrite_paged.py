@@ -72,7 +72,10 @@ def _how(stream: CacheStream) -> str:
 def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Missed | None:
     """Rewrite one site; return why not if it cannot be."""
     knows_end = stream.k.prefix is not None if stream.has_past else _sees_only_new(stream)
-    if stream.is_static and site.mask_kind == "none" and not knows_end:
+    if stream.k.slides:
+        if _slide_source(program.placeholders, stream) is None and stream.has_past:
+            return Missed("KVC402", "no input carries how far the buffer is read", site.k)
+    elif stream.is_static and site.mask_kind == "none" and not knows_end:
         return Missed(
             "KVC401",
             "without a mask the attention sees the unwritten part of the static buffer",
@@ -92,7 +95,8 @@ def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Miss
         return misfit
     if size_source(program.placeholders, site.q.meta["val"].shape[0]) is None:
         return Missed("KVC404", "no input carries the batch size", site.q)
-    if stream.is_static and stream.has_past and _tokens_seen(program, stream) is None:
+    by_position = stream.k.position is not None and stream.has_past
+    if by_position and _tokens_seen(program, stream) is None:
         return Missed("KVC402", "no input carries how far the static buffer is read", site.k)
     if stream.is_static and _capacity(program.placeholders, stream) is None:
         return Missed("KVC208", "no input carries the length of the static buffer", site.k)
@@ -160,7 +164,7 @@ def _append_attend(
     """Insert the append of K and V to a state, and the attention over its store."""
     new_len = size_of(program, stream.k.new, stream.k.token_dim)
     kv_len: fx.node.Argument
-    if stream.is_static:
+    if stream.k.position is not None:
         kv_len = _tokens_seen(program, stream)
     elif isinstance(past_len, int) and isinstance(new_len, int):
         kv_len = past_len + new_len
@@ -216,8 +220,8 @@ def _mask_misfit(site: AttentionSite, stream: CacheStream) -> Missed | None:
 
 def _sees_only_new(stream: CacheStream) -> bool:
     """Whether the attention sees new tokens alone: they fill the buffer, or it sees a slice."""
-    if stream.has_past:
-        return False
+    if stream.has_past or stream.k.slides:
+        return not stream.has_past
     token_dim, prefix = stream.k.token_dim, stream.k.prefix
     new_len, capacity = (n.meta["val"].shape[token_dim] for n in (stream.k.new, stream.k.state))
     if equal_now(new_len, capacity):
@@ -263,7 +267,11 @@ def _state_placeholder(program: Program, site: AttentionSite) -> fx.Node:
 
 def _past_length(program: Program, stream: CacheStream) -> fx.node.Argument | Missed:
     """Return the number of past tokens as the graph knows it: a number or a size node."""
-    past = stream.k.past
+    past, part = stream.k.past, stream.k.past_part
+    if past is not None and stream.k.slides:
+        if part is None:
+            return int(past.meta["val"].shape[stream.k.token_dim]) - 1
+        return size_of(program, part, stream.k.token_dim)
     if past is None or stream.is_static:
         return 0
     if stream.k.past_seen is not None:
@@ -301,7 +309,18 @@ def _state_binding(
         only_read=stream.only_read,
         kept=stream.k.kept if stream.has_past else None,
         past_seen=stream.k.past_seen,
+        slides=_slide_source(captured, stream) if stream.has_past else None,
     )
+
+
+def _slide_source(inputs: list[fx.Node], stream: CacheStream) -> SizeSource | None:
+    """Return where to read how many past tokens are seen of a buffer that slides, or None."""
+    past, part, dim = stream.k.past, stream.k.past_part, stream.k.token_dim
+    if past is None or not stream.k.slides:
+        return None
+    if part is None:
+        return SizeSource(int(past.meta["val"].shape[dim]) - 1)
+    return size_source(inputs, part.meta["val"].shape[dim])
 
 
 def _capacity(inputs: list[fx.Node], stream: CacheStream) -> SizeSource | None:
@@ -349,7 +368,10 @@ def _erase_update(program: Program, stream: CacheStream) -> None:
     """Erase update and old attention: their in-place operators would be kept for their effect."""
     for update in (stream.k, stream.v):
         if update.state is not update.new and update.state in program.graph.nodes:
+            source = update.state.args[1] if update.slides else None
             _erase_readers(program.graph, update.state)
+            if is_call(source, aten.index_put_.default):
+                program.graph.erase_node(the_node(source))  # into what was rolled
 
 
 def _erase_readers(graph: fx.Graph, node: fx.Node) -> None:

@@ -149,6 +149,9 @@ class Executor:
 
     def _step(self, args: Sequence[Any], stores: list[PagedStore]) -> tuple[Any, ...]:
         """Run the graph and commit what it appended."""
+        for state, store in zip(self._states, stores, strict=True):
+            if state.slides is not None:
+                store.slide(_size(state.slides, args))
         inputs = [args[i] for i in self._kept_inputs]
         for position, is_written in self._dense_inputs:
             handle = inputs[position]
@@ -164,6 +167,8 @@ class Executor:
         with _claiming:  # another thread may fork what is committed, all of it or nothing
             for store in self._appended(stores):
                 store.commit(store.appended)
+                if store.overflows:
+                    store.settle()
         for state, store in zip(self._states, stores, strict=True):
             begin = _first_handed_on(state, store, args)
             # One handle each: an output may be a copy of another one, and is written on its own.

@@ -65,7 +65,9 @@ class KVTensor(PythonExits):
             # An inference tensor cannot be detached there, nor used in a later graph.
             with torch.inference_mode(mode=False):
                 return cls.of(store, role, length, begin)
-        if begin is None:
+        if store.capacity is not None:
+            begin = 0
+        elif begin is None:
             begin = store.origin
         if length is None:
             length = store.role_length(role) + store.origin - begin

@@ -104,8 +104,8 @@ def _begin(
     if position is not None:
         known = None if store.step is None else store.step.position
         past_len = _first_position(position, new_len) if known is None else known
-    if past_len == 0 and (mask is not None or store.is_padded):
-        store.truncate(0)
+    if past_len == 0 and (mask is not None or store.is_padded or store.hidden):
+        store.clear()
         if mask is None:
             store.set_starts([0] * store.batch)
         else:

@@ -160,6 +160,7 @@ class QuantizedStore(PagedStore):
         """Forget what was appended since the last commit: the step that did it has failed."""
         self._forget_last_append()
         self._forget_uncommitted()
+        self.slide_back()
 
     def _forget_last_append(self) -> None:
         self._prepared = self._seen_by_chunk = None
@@ -169,11 +170,8 @@ class QuantizedStore(PagedStore):
 
     def row_counts(self) -> dict[CountName, list[int]]:
         """Return what kernels must know of each row."""
-        counts: dict[CountName, list[int]] = {
-            "quantized": list(self._quantized),
-            "ring_from": list(self._ring_from),
-        }
-        return super().row_counts() | counts
+        counts = super().row_counts()
+        return counts | {"quantized": list(self._quantized), "ring_from": list(self._ring_from)}
 
     def most_exact_pages(self, new_len: int) -> int:
         """Return the most entries of the exact table that a row needs in a step of new tokens."""

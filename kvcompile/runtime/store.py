@@ -152,7 +152,7 @@ class PagedStore(DenseShapes, SlidingRows):
             return
         stored = self.length if role is None else self.role_length(role)
         end = past_len + new_len
-        if self.capacity is not None and end > self.capacity:
+        if self.capacity is not None and end > self.capacity and not self.overflows:
             raise CacheFullError(
                 f"{end} tokens do not fit into a static cache of {self.capacity}; make its buffers "
                 f"longer (at least {end}: max_cache_len of a StaticCache)"
@@ -233,6 +233,7 @@ class PagedStore(DenseShapes, SlidingRows):
         """Forget what was appended since the last commit: the step that did it has failed."""
         self._prepared = None
         self._drop_pages(max(self.k_len, self.v_len))
+        self.slide_back()
 
     def truncate(self, length: int, role: Role | None = None) -> None:
         """Drop the tokens from `length` on, and the pages nobody needs any more."""

@@ -68,6 +68,8 @@ class StateBinding:
         only_read: Whether the graph adds nothing to the state.
         kept: How many of the last tokens the outputs are; None if all.
         past_seen: How many of the last past tokens the attention sees; None if all.
+        slides: Where to read how many past tokens the attention sees of a static buffer that its
+            first tokens leave; None if it is no such buffer.
     """
 
     site: int
@@ -83,6 +85,7 @@ class StateBinding:
     only_read: bool = False
     kept: int | None = None
     past_seen: int | None = None
+    slides: SizeSource | None = None
 
 
 @dataclass(frozen=True)

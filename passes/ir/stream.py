@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import fx
 
-UpdateKind = Literal["fresh", "cat", "index_copy", "fresh_index_copy", "read"]
+UpdateKind = Literal[
+    "fresh", "cat", "index_copy", "fresh_index_copy", "slide", "fresh_slide", "read"
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +20,9 @@ class StateUpdate:
     Attributes:
         kind: `fresh`: no past, the new tokens are the state; `cat`: past and new, concatenated;
             `index_copy`: new tokens written into a buffer that is an input; `fresh_index_copy`:
-            the same into a buffer of zeros made in this graph; `read`: the state is an input that
+            the same into a buffer of zeros made in this graph; `slide`: a buffer that is an input
+            takes the last of its tokens and the new ones; `fresh_slide`: a buffer of zeros made in
+            this graph takes the last of the new tokens; `read`: the state is an input that
             nothing is added to, as K and V of an encoder are: it stands for new and past too.
         state: The node that holds the updated state.
         new: The new tokens, laid out like the state.
@@ -31,6 +35,7 @@ class StateUpdate:
         kept: How many of the last tokens are handed on: a sliding window leaves the others behind.
             None if all are.
         past_seen: How many of the last past tokens the attention reads, or None if it reads all.
+        past_part: The part of a buffer that slides which the attention reads before the new tokens.
     """
 
     kind: UpdateKind
@@ -43,6 +48,12 @@ class StateUpdate:
     prefix: fx.Node | None = None
     kept: int | None = None
     past_seen: int | None = None
+    past_part: fx.Node | None = None
+
+    @property
+    def slides(self) -> bool:
+        """Whether it is a buffer of fixed length that its first tokens leave."""
+        return self.kind in ("slide", "fresh_slide")
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +73,7 @@ class CacheStream:
     @property
     def is_static(self) -> bool:
         """Whether the state is a buffer of fixed length that is written at given positions."""
-        return self.k.position is not None
+        return self.k.position is not None or self.k.slides
 
     @property
     def only_read(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import kvcompile
 from kvcompile.runtime.handle import KVTensor
@@ -55,13 +55,14 @@ def padded(batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
 def test_the_tokens_of_the_model(make: Make) -> None:
-    """Prompts that fill the window and that do not, alone and padded."""
+    """Prompts that fill the window and that do not, alone and padded, growing and static."""
     model = make(WINDOW, 2)
-    run = compiled(model, page_size=PAGE, strict=True)
-    for batch, tokens in ((1, 20), (3, 60)):
+    for batch, tokens, kind in ((1, 20, None), (3, 60, None), (1, 20, "static"), (3, 60, "static")):
+        run = compiled(model, page_size=PAGE, strict=True)
         ids, mask = padded(batch, tokens)
-        expected = generated(model, ids, 60, attention_mask=mask)
-        found = generated(run, ids, 60, attention_mask=mask)
+        more: dict[str, Any] = {"attention_mask": mask, "cache_implementation": kind}
+        expected = generated(model, ids, 60, **more)
+        found = generated(run, ids, 60, **more)
         assert torch.equal(found.sequences, expected.sequences)
         paged(found.past_key_values)
         for layer, dense in zip(
@@ -241,3 +242,61 @@ def test_pages_given_back_change_nothing(dtype: str) -> None:
             pages.append(len(holdings[0].filled))
     assert pages[0] > pages[1]
     assert held[0][0].shape[2] == 11
+
+
+def static(model: PreTrainedModel) -> Any:
+    return StaticCache(config=model.config, max_cache_len=400)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int4"])
+def test_a_static_window_holds_no_more_than_a_growing_one(dtype: str) -> None:
+    model = mistral(WINDOW)
+    options = {"page_size": PAGE, "kv_cache_dtype": dtype, "residual_length": 16}
+    growing, buffers, dense = empty(model), static(model), static(model)
+    ids = prompt(30)
+    run = compiled(model, **options)
+    steps(run, ids, growing, 120)
+    run = compiled(model, **options)
+    first = steps(run, ids, buffers, 4)
+    if dtype == "auto":
+        assert steps(model, ids, dense, 4) == first
+    with torch.no_grad():
+        for count in (20, 1, 60, 1):  # fills the window, and goes on in it
+            ids = prompt(count, seed=count)
+            found, expected = (
+                r(ids, past_key_values=c).logits for r, c in ((run, buffers), (model, dense))
+            )
+            if dtype == "auto":
+                torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    steps(run, prompt(1), buffers, 34)
+    paged(buffers)
+    store = buffers.layers[0].keys.store
+    assert store.k_len == WINDOW
+    assert store.hidden < PAGE + 4
+    assert abs(stored_bytes(buffers) - stored_bytes(growing)) <= 2 * store.arena.page_bytes
+
+
+def test_a_static_window_is_reset_and_a_failed_step_repeated() -> None:
+    model = mistral(WINDOW)
+    run = compiled(model, page_size=PAGE)
+    cache, dense = static(model), static(model)
+    assert steps(run, prompt(60), cache, 20) == steps(model, prompt(60), dense, 20)
+    token = torch.tensor([[5]])
+    store = cache.layers[1].keys.store
+    before = store.origin, store.k_len, store.start_list()
+    append, calls = store.append, []
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        raise RuntimeError("no step")
+
+    store.append = fails
+    with pytest.raises(RuntimeError, match="no step"), torch.no_grad():
+        run(token, past_key_values=cache)
+    store.append = append
+    assert (store.origin, store.k_len, store.start_list()) == before
+    assert steps(run, token, cache, 50) == steps(model, token, dense, 50)
+    for layers in (cache, dense):
+        layers.reset()
+    assert steps(run, prompt(10, seed=2), cache, 60) == steps(model, prompt(10, seed=2), dense, 60)
+    paged(cache)
