@@ -43,11 +43,13 @@ def attention(
         [B, H, S, D of values]; zeros where a query token sees no token.
 
     Raises:
-        ValueError: H is not a multiple of K.
+        ValueError: H is not a multiple of K, or there are not H sink logits.
     """
     num_q_heads, num_kv_heads = q_BHSD.shape[1], k_BKTD.shape[1]
     if num_q_heads % num_kv_heads:
         raise ValueError(f"{num_q_heads} query heads do not share {num_kv_heads} KV heads evenly")
+    if sinks_H is not None and sinks_H.shape != (num_q_heads,):
+        raise ValueError(f"{tuple(sinks_H.shape)} sink logits for {num_q_heads} query heads")
     group = num_q_heads // num_kv_heads
     k_BHTD = k_BKTD.repeat_interleave(group, dim=1)
     v_BHTD = v_BKTD.repeat_interleave(group, dim=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from kvcompile.codegen.cpu.compile import forget_loaded
 from kvcompile.passes.ir.remarks import forget_notices, notices
 from kvcompile.runtime import launch
+from kvcompile.runtime.variant import Variant
 from tests.support.fake_store import Role
 from tests.support.numerics import Case, Problem
 
@@ -29,7 +31,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def attend(given: Problem) -> torch.Tensor:
-    out = launch.attend(given.store, given.q, given.mask, given.causal, given.scale, given.kv_len)
+    more = (given.scale, given.kv_len, None, Variant(given.softcap, given.sinks))
+    out = launch.attend(given.store, given.q, given.mask, given.causal, *more)
     assert out.transpose(1, 2).is_contiguous()
     return out
 
@@ -57,6 +60,28 @@ def test_append_attend_and_gather() -> None:
         given.check(attend(given))
         given = Problem(store, q, 40, causal=True)
         given.check(attend(given))
+
+
+@pytest.mark.compiler
+@pytest.mark.usefixtures("path")
+def test_each_variant_has_its_kernel() -> None:
+    """One store and the same shapes: caps and types of sink logits tell kernels apart."""
+    store, q = CASE.filled_store(60), CASE.new_queries(1, 1)
+    plain = Problem(store, q, 60)
+    sinks = torch.linspace(-1, 2, 8)[::2]
+    variants = [
+        replace(plain, softcap=1.5),
+        replace(plain, softcap=0.5),
+        replace(plain, sinks=sinks),
+        replace(plain, sinks=sinks.bfloat16()),
+        replace(plain, sinks=sinks.half(), softcap=1.5),
+    ]
+    for given in (plain, *variants, plain):
+        given.check(attend(given))
+    outs = torch.stack([attend(given) for given in (plain, *variants)])
+    assert len(outs.unique(dim=0)) >= 5  # sinks of bf16 may round to those of fp32
+    with pytest.raises(ValueError, match=r"\(3,\) sink logits for 4 query heads"):
+        attend(replace(plain, sinks=sinks[:3]))
 
 
 @pytest.mark.compiler
