@@ -18,6 +18,7 @@ from kvcompile.passes.patterns.layout import fixed, same_size, value
 
 if TYPE_CHECKING:
     from kvcompile.passes.ir.program import Program
+    from kvcompile.passes.ir.site import Bias
     from kvcompile.passes.patterns.candidate import Candidate
 
 PATTERNS = (("sdpa", sdpa), ("softmax", softmax))
@@ -130,8 +131,12 @@ def _check(found: Candidate) -> Candidate | Missed:
         return Missed("KVC108", f"the mask has dtype {mask.dtype}", found.out)
     for bias in found.biases:
         val = value(bias.node)
-        if val is None or not 1 <= val.dim() <= 4 or not val.dtype.is_floating_point:
-            return Missed(
-                "KVC108", "what is added to the scores is no tensor of numbers", bias.node
-            )
+        fits = val is not None and 1 <= val.dim() <= 4
+        if not fits or bias.node.meta["val"].dtype not in _dtypes_of(bias):
+            reason = "what is added to the scores is no tensor of floating-point numbers"
+            return Missed("KVC108", reason, bias.node)
     return found
+
+
+def _dtypes_of(bias: Bias) -> tuple[torch.dtype, ...]:
+    return _MASK_DTYPES[1:] if bias.hides is None else (torch.bool,)

@@ -44,17 +44,23 @@ def with_one_mask(program: Program, site: AttentionSite) -> AttentionSite:
     site = replace(site, q=q, factors=())
     if site.biases:
         total: fx.Node | None = None
-        for bias in site.biases:
+        for bias in (b for b in site.biases if b.hides is None):
             mine = _bias(graph, bias, site.num_q_heads)
             total = mine if total is None else _insert(graph, aten.add.Tensor, total, mine)
-        assert total is not None
         mask = visible(site)
-        if site.mask_kind == "bool":
+        if total is None:
+            total = mask
+        elif site.mask_kind == "bool":
             assert mask is not None
             hidden = _insert(graph, aten.logical_not.default, mask)
             total = _insert(graph, aten.masked_fill.Scalar, total, hidden, -torch.inf)
         elif mask is not None:
             total = _sum(graph, mask, total)
+        for bias in (b for b in site.biases if b.hides is not None):
+            hidden = _bias(graph, bias, site.num_q_heads)
+            if not bias.hides:
+                hidden = _insert(graph, aten.logical_not.default, hidden)
+            total = _insert(graph, aten.masked_fill.Scalar, total, hidden, -torch.inf)
         site = replace(site, mask=total, mask_kind="additive", mask_hides=False, biases=())
     program.sites = tuple(site if s.index == site.index else s for s in program.sites)
     return site

@@ -13,17 +13,19 @@ MaskKind = Literal["none", "causal", "bool", "additive"]
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """What is added to scores beside the mask.
+    """What is added to scores beside the mask, or hides some of them.
 
     Attributes:
         node: Broadcasts to `[B, H, S, T]`, or to `[B * H, S, T]`.
         factor: What it is multiplied by.
         joined: Whether batch and heads are one dimension.
+        hides: If it is a boolean mask beside an additive one: whether True hides, or shows.
     """
 
     node: fx.Node
     factor: float = 1.0
     joined: bool = False
+    hides: bool | None = None
 
 
 @dataclass(frozen=True, eq=False)

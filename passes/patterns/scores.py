@@ -60,9 +60,10 @@ class Scores:
         if self.softcap is not None or self.mask_kind == "bool":
             what = "capped" if self.softcap is not None else "masked once more"
             return near("KVC115", f"masked scores are {what}", self.product, 1)
-        if self.mask is not None:  # an additive one, which may be one of several
-            self.biases.append(Bias(self.mask))
-        self.mask, self.mask_kind, self.mask_hides = mask, "bool", hides
+        if self.mask is not None:  # an additive one, which says more: what is padding
+            self.biases.append(Bias(mask, hides=hides))
+        else:
+            self.mask, self.mask_kind, self.mask_hides = mask, "bool", hides
         return None
 
     def add(self, bias: fx.Node, factor: float, *, joined: bool) -> Missed | None:
@@ -198,6 +199,12 @@ def _filled(node: fx.node.Argument) -> float | None:
         return number(the_node(node).args[1])
     if is_call(node, aten.scalar_tensor.default):
         return number(the_node(node).args[0])
+    while is_call(node, aten.lift_fresh_copy.default, aten.detach_.default, *CASTS):
+        node = the_node(node).args[0]
+    if isinstance(node, fx.Node) and node.op == "get_attr":
+        assert node.graph.owning_module is not None
+        constant = getattr(node.graph.owning_module, str(node.target))
+        return float(constant) if constant.numel() == 1 else None
     return number(node)
 
 

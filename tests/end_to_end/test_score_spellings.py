@@ -134,6 +134,13 @@ def t5(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask < 0, -1e9, scores)
 
 
+def gpt_neo(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    """Two masks, one of them boolean; what is hidden becomes a tensor."""
+    lowest = torch.tensor(torch.finfo(q.dtype).min)
+    seen = torch.ones(64, 64, dtype=torch.bool).tril()[k.shape[2] - q.shape[2] : k.shape[2]]
+    return torch.where(seen[:, : k.shape[2]], q @ k.transpose(-1, -2), lowest) + mask
+
+
 def bloom(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     alibi = (SLOPES * torch.arange(k.shape[2])).repeat(2, 1, 1)
     return alibi.baddbmm(batch1=q, batch2=k, beta=0.5, alpha=0.3)
@@ -151,6 +158,7 @@ SPELLINGS: dict[str, Scored] = {
         falcon,
         mpt,
         t5,
+        gpt_neo,
     )
 } | {
     "bloom": Joined(bloom),
