@@ -323,7 +323,8 @@ def _other_reader(program: Program, site: AttentionSite, update: StateUpdate) ->
             ):
                 continue
             seen.add(user)
-            if not _feeds_only(user, site):
+            # A cast that changes nothing is the state, and may be what the graph returns as such.
+            if peel(user) is not update.state and not _feeds_only(user, site):
                 return user
             stack.append(user)
     return None

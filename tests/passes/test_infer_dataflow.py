@@ -23,6 +23,19 @@ def test_a_concatenation_is_a_growing_state() -> None:
     assert stream.has_past
 
 
+def test_a_cast_that_changes_nothing_is_the_state() -> None:
+    """Dynamo gives the tensor itself two names, and the graph returns either."""
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Pair) -> object:
+        k, v = torch.cat([cache[0], k], dim=2), torch.cat([cache[1], v], dim=2)
+        keys = k.to(torch.float32)
+        return Softmax().eval().attend(q, keys, v, None), k, v
+
+    program, _ = capture(step, *qkv(1), past(7))
+    assert program.streams[0].k.kind == "cat"
+    assert codes(program) == ["KVC100", "KVC200", "KVC300", "KVC400", "KVC500"]
+
+
 def test_tokens_before_heads() -> None:
     program, _ = capture(TokensFirst("expand").eval(), *qkv(5))
     assert (program.streams[0].k.kind, program.streams[0].k.token_dim) == ("fresh", 1)
