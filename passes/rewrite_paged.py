@@ -72,10 +72,11 @@ def _how(stream: CacheStream) -> str:
 def _rewrite(program: Program, site: AttentionSite, stream: CacheStream) -> Missed | None:
     """Rewrite one site; return why not if it cannot be."""
     knows_end = stream.k.prefix is not None if stream.has_past else _sees_only_new(stream)
+    sees_all = site.mask_kind == "none" and not site.biases
     if stream.k.slides:
         if _slide_source(program.placeholders, stream) is None and stream.has_past:
             return Missed("KVC402", "no input carries how far the buffer is read", site.k)
-    elif stream.is_static and site.mask_kind == "none" and not knows_end:
+    elif stream.is_static and sees_all and not knows_end:
         return Missed(
             "KVC401",
             "without a mask the attention sees the unwritten part of the static buffer",

@@ -206,6 +206,23 @@ def test_quantized_pages(name: str) -> None:
     assert report.layers[0].bytes.codes > 0
 
 
+def test_sink_logits_are_read_at_run_time() -> None:
+    """They are weights: what is compiled serves the module after they have changed, too."""
+    model = Sinking(in_place)
+    run = compiled(model)
+    with torch.no_grad():
+        new, step = qkv(40), qkv(1)
+        _, *past = model(*new)
+        _, *pages = run(*new)
+        outs = []
+        for size in (0.0, 3.0):
+            model.sinks.fill_(size)
+            expected, *_ = model(*step, past)
+            outs.append(run(*step, pages)[0])
+            torch.testing.assert_close(outs[-1], expected, atol=2e-6, rtol=2e-6)
+    assert not torch.allclose(outs[0], outs[1], rtol=0.1)
+
+
 def wide_bias(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     return q @ k.transpose(2, 3) * 0.3 + SLOPES * torch.arange(k.shape[2]) + mask
 
