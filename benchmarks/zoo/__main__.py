@@ -42,7 +42,7 @@ def main() -> None:
     for record in _measured(chosen, args):
         known[record["name"]] = record
         write(args.results, known.values())
-    args.document.write_text(render(known.values()))
+    args.document.write_text(render(known.values(), [e.name for e in entries()]))
 
 
 def _is_chosen(entry: Entry, args: argparse.Namespace, known: dict[str, Record]) -> bool:

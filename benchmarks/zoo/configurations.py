@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from benchmarks.zoo.exceptions import EXCEPTIONS, WITHOUT_DEFAULT
-from benchmarks.zoo.sizes import SIZES
+from benchmarks.zoo.sizes import HEAD_DIM, SIZES
 
 
 class NoConfigurationError(Exception):
@@ -40,6 +40,7 @@ def tiny_config(config_class: type[PreTrainedConfig], model: str = "") -> PreTra
             given[name] = SIZES[name]
     if "kv_lora_rank" in given:  # latents have no KV heads of their own
         given["num_key_value_heads"] = SIZES["num_attention_heads"]
+    given |= _angles(default)
     kinds = _kinds(default)
     if kinds and "layer_types" not in exceptions and "layer_types" in _fields(config_class):
         layers = max(SIZES["num_hidden_layers"], len(kinds))
@@ -62,6 +63,18 @@ def _fields(config_class: type[PreTrainedConfig]) -> list[str]:
     if dataclasses.is_dataclass(config_class):
         return [f.name for f in dataclasses.fields(config_class) if f.init]
     return list(inspect.signature(config_class.__init__).parameters)[1:]
+
+
+def _angles(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return rotary parameters whose sections for time, height and width fit a small head."""
+    found = getattr(config, "rope_parameters", None) or {}
+    known = getattr(config, "ignore_keys_at_rope_validation", None) or ()
+    if "mrope_section" not in (*found, *known) or any(isinstance(v, dict) for v in found.values()):
+        return {}
+    pairs = int(HEAD_DIM * found.get("partial_rotary_factor", 1.0)) // 2
+    found = {"rope_type": "default", "rope_theta": 10000.0} | found
+    sections = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
+    return {"rope_parameters": found | {"mrope_section": sections}}
 
 
 def _kinds(config: PreTrainedConfig) -> list[str]:

@@ -10,6 +10,9 @@ import torch
 WITHOUT_DEFAULT: dict[str, dict[str, Any]] = {}
 """Arguments of configurations that cannot be made without any."""
 
+_IMAGE = 127
+"""The token that stands for a part of an image."""
+
 _ONE_OF_EACH = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _WINDOWED = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _SHARED = _WINDOWED | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16}
@@ -27,14 +30,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "GPTJConfig": _ROTARY_HEADS,
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
     "Gemma3nTextConfig": _SHARED,
-    "Gemma4AssistantConfig": {},
     "Gemma4TextConfig": _SHARED | _PROPORTIONAL,
     "Gemma4UnifiedTextConfig": _SHARED | _PROPORTIONAL,
     "GraniteMoeHybridConfig": _ONE_OF_EACH | {"mamba_n_heads": 4, "mamba_d_state": 16},
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2MoeConfig": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "LlavaConfig": {"image_token_index": _IMAGE},
     "LongcatFlashConfig": {"head_dim": 8},
     "Mamba2Config": {"num_heads": 8, "n_groups": 2},
+    "Qwen2VLConfig": {"image_token_id": _IMAGE, "vision_start_token_id": _IMAGE - 1},
+    "Qwen2VLVisionConfig": {"embed_dim": 64, "hidden_size": 64},
     "Qwen4ExpTextConfig": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -76,8 +81,42 @@ def _codebooks(model: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": ids}
 
 
+def _image_of_llava(model: Any) -> dict[str, torch.Tensor]:
+    """Return a prompt with an image between its tokens, as LLaVA takes it."""
+    vision = model.config.vision_config
+    patches = (vision.image_size // vision.patch_size) ** 2
+    return _around_an_image(patches, []) | {
+        "pixel_values": _noise(1, 3, vision.image_size, vision.image_size)
+    }
+
+
+def _image_of_qwen(model: Any) -> dict[str, torch.Tensor]:
+    """Return a prompt with an image between its tokens, as Qwen-VL takes it."""
+    vision = model.config.vision_config
+    side = 2 * vision.spatial_merge_size
+    numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    given = _around_an_image(4, [_IMAGE - 1])
+    return given | {
+        "pixel_values": _noise(side * side, numbers),
+        "image_grid_thw": torch.tensor([[1, side, side]]),
+        "mm_token_type_ids": (given["input_ids"] == _IMAGE).long(),
+    }
+
+
+def _around_an_image(patches: int, before: list[int]) -> dict[str, torch.Tensor]:
+    ids = [*range(5, 13), *before, *[_IMAGE] * patches, *range(20, 28)]
+    tokens = torch.tensor([ids])
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
 PROMPTS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
+    "LlavaForConditionalGeneration": _image_of_llava,
     "MusicgenForCausalLM": _codebooks,
     "MusicgenMelodyForCausalLM": _codebooks,
+    "Qwen2VLForConditionalGeneration": _image_of_qwen,
 }
 """Arguments of `generate` for classes that take more than token ids."""

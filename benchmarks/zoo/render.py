@@ -45,8 +45,13 @@ _COLUMNS = (
 )
 
 
-def render(records: Iterable[Record]) -> str:
-    """Return the document."""
+def render(records: Iterable[Record], names: Iterable[str]) -> str:
+    """Return the document.
+
+    Args:
+        records: Results.
+        names: All classes that are asked for.
+    """
     found = sorted(records, key=lambda r: r["name"].lower())
     runs = [r for r in found if verdict(r) != "does not run"]
     lines = [_HEAD, *_summary(found), "", *_causes(runs)]
@@ -55,6 +60,9 @@ def render(records: Iterable[Record]) -> str:
         if rows:
             lines += ["", f"## {title}", "", *_COLUMNS, *rows]
     lines += ["", *_left_out([r for r in found if verdict(r) == "does not run"])]
+    missing = sorted(set(names) - {r["name"] for r in found}, key=str.lower)
+    if missing:
+        lines += ["", "## Not run yet", "", ", ".join(missing)]
     return "\n".join(lines).rstrip() + "\n"
 
 

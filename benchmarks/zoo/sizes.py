@@ -71,7 +71,8 @@ _SIZES: tuple[tuple[Any, str], ...] = (
     (1, "bos_token_id decoder_start_token_id"),
     (None, "eos_token_id forced_eos_token_id forced_bos_token_id"),
     (True, "is_decoder use_cache"),
-    (16, "patch_size image_size mamba_d_state ssm_state_size"),
+    (16, "patch_size mamba_d_state ssm_state_size"),
+    (32, "image_size"),
 )
 
 SIZES: dict[str, Any] = {name: value for value, names in _SIZES for name in names.split()}

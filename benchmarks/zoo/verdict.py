@@ -16,12 +16,18 @@ NOT_CAUSES = frozenset({"KVC003", "KVC501", "KVC507"})
 """Remarks about a cache that is in pages, or about compilations."""
 
 
+WEAK = frozenset({"KVC101", "KVC201"})
+"""No attention, or one that caches nothing: a cause only where no other was told."""
+
+
 def verdict(record: Record) -> Verdict:
     """Return what became of a class under the exact format."""
     if "runs" not in record:
         return "does not run"
     run = record["runs"]["auto"]
-    if "error" in run or not run["exact"] or run["logits_error"] > TOLERANCE:
+    if "error" in run or not run["exact"] or run["logits_error"] is None:
+        return "wrong"
+    if run["logits_error"] > TOLERANCE:
         return "wrong"
     states = [state["handle"] for state in run["states"]]
     if not states:
@@ -41,7 +47,7 @@ def causes(record: Record) -> list[tuple[str, str]]:
         return []
     if kind == "does not run":
         text = record.get("crashed") or record["failed"]
-        return [("", general(text.splitlines()[0]))]
+        return [("", general(text))]
     run = record["runs"]["auto"]
     found = [
         (remark["code"], general(remark["reason"]))
@@ -52,6 +58,8 @@ def causes(record: Record) -> list[tuple[str, str]]:
         found.insert(0, ("error", general(run["error"])))
     elif kind == "wrong":
         found.insert(0, ("tokens", "the tokens or logits differ from those of the model"))
+    if any(code not in WEAK for code, _ in found):
+        found = [cause for cause in found if cause[0] not in WEAK]
     found += [
         ("KVC507", f"{name} needed a dense tensor") for name in run.get("materializations", {})
     ]
@@ -61,7 +69,7 @@ def causes(record: Record) -> list[tuple[str, str]]:
 
 def general(text: str) -> str:
     """Return a text without what is particular to one layer or model."""
-    text = text.splitlines()[0]
+    text = " ".join(text.split())[:160]
     text = re.sub(r"\b(l_|arg|add|cat|view|getitem|to|clone)\w*_\w*", "…", text)
     text = re.sub(r"\[[\d, ]+\]|\([\ds, +*]+\)", "[…]", text)
     return re.sub(r"\d+(?!\w)", "N", text)
