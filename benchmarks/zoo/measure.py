@@ -109,8 +109,13 @@ def _compiled(graphs: list[CompilationReport]) -> dict[str, Any]:
             for site in sites.values()
         ],
         "remarks": list(told.values()),
-        "breaks": dict(counters["graph_break"].most_common(5)),
+        "breaks": {_plain(told): n for told, n in counters["graph_break"].most_common(5)},
     }
+
+
+def _plain(told: str) -> str:
+    """Return the first line of what was told, files by their place among the packages."""
+    return re.sub(r"/[^\s\"']*site-packages/", "", told.split("\n", 1)[0])
 
 
 def _told(remark: Remark) -> dict[str, Any]:
@@ -118,7 +123,7 @@ def _told(remark: Remark) -> dict[str, Any]:
         "code": remark.code,
         "site": remark.site,
         "where": remark.where,
-        "reason": remark.reason,
+        "reason": _plain(remark.reason),
         "nearest": remark.near_miss,
         "times": 0,
     }
